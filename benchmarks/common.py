@@ -1,0 +1,71 @@
+"""What the benchmarks share: prompts, medians, the machine, and where results go.
+
+Knows: how a run is described and stored. Does not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+KINDS = ("dialogue", "translation", "summary", "question", "arithmetic", "code_edit")
+
+
+def prompts(per_kind: int | None = None) -> dict[str, list[str]]:
+    """Our sixty prompts, by kind of task."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for line in (HERE / "prompts.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        found[entry["task"]].append(entry["prompt"])
+    return {kind: texts[:per_kind] for kind, texts in found.items()}
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def machine() -> dict[str, Any]:
+    """Enough to know what a figure was measured on."""
+    processor = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": processor,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def save(name: str, result: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / name
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,1 @@
+"""Headstart: lossless speculative decoding for any Hugging Face causal language model."""

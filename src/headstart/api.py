@@ -1,0 +1,370 @@
+"""The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``, and ``speculative_decode`` for plain tensors.
+
+Knows: how to put models, a drafter and an engine together, and how people write prompts. Does not know: how any of it
+works inside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, overload
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .config import Config
+from .controller import controller_for
+from .drafters.base import Drafter, drafter_named, registered_drafters
+from .drafters.model import ModelDrafter
+from .engine.engine import Engine, Handle
+from .engine.stats import EngineStats
+from .errors import GenerationFailed, InvalidParameter, ModelRefused
+from .machine.embedded import embedded_folder
+from .machine.loading import Capability, Loaded, eos_ids, load, same_tokenizer
+from .machine.runner import EagerRunner
+from .machine.text import TextCodec, TextStream
+from .types import Completion, Piece, Request, SamplingParams
+
+__all__ = ["LLM", "SpeculativeOutput", "Stream", "speculative_decode"]
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Model = str | Path | PreTrainedModel
+
+LONGEST_DEFAULT = 8192  # tokens; a model that can hold more is given more only when asked
+
+
+class LLM:
+    """A target model, a way to draft for it, and an engine that runs them.
+
+    ``model``: a folder, a ``.gguf`` file, a Hugging Face hub id, or a loaded Hugging Face model (with ``tokenizer``);
+    without one, the embedded SmolLM2-135M-Instruct.
+    ``draft``: a smaller model given the same way, the name of a drafter ("lookup"), a ``Drafter``, or None for plain
+    decoding. ``gamma``: how many tokens to draft a round; "auto" measures and chooses.
+    """
+
+    def __init__(
+        self,
+        model: Model | None = None,
+        draft: Model | Drafter | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        gamma: int | Literal["auto"] = "auto",
+        dtype: str | torch.dtype = "auto",
+        draft_dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        device_map: Any = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        token: str | None = None,
+        check: bool = True,
+        **settings: Any,
+    ) -> None:
+        """``settings``: ``max_rows``, ``max_model_len``, ``prefill_chunk``, ``max_waiting``, ``max_gamma``.
+
+        ``check=False`` skips the short self-test that every model passes at load.
+        """
+        self.config = Config.of({"gamma": gamma, **settings})
+        self._check = check
+        self._placement = {
+            "device": device,
+            "device_map": device_map,
+            "trust_remote_code": trust_remote_code,
+            "token": token,
+        }
+        source: Model = embedded_folder() if model is None else model
+        self._target = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement)
+        self._longest = self._context(self._target.report)
+        runner = self._runner(self._target)
+        self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
+        self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
+        drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
+        self.engine = Engine(
+            runner,
+            drafter,
+            controller_for(self.config.draft, free=drafter is not None and drafter.free),
+            self.config.engine,
+            vocab_size=self._vocab_size,
+            eos=eos_ids(self._target),
+            text=self._text_stream if self._codec is not None else None,
+        )
+        self._ids = count()
+
+    # -- what people call
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | None = None,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prediction: Sequence[str | None] | None = None,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prediction: str | Sequence[str | None] | None = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or many together (in input order). A prompt is text or token ids.
+
+        ``prediction`` is text you expect to find in the answer (the file being edited, say); ``lookup`` drafts
+        from it, and it can never change the answer. One failing prompt of many comes back with
+        ``finish_reason="error"`` and ``error``; a single failing prompt raises.
+        """
+        single = _is_prompt(prompts)
+        many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        each = _per_prompt("params", params if params is not None else SamplingParams(), SamplingParams, len(many))
+        guesses = _per_prompt("prediction", prediction, (str, type(None)), len(many))
+        requests = [
+            self._request(self._encode(prompt), settings, guess)
+            for prompt, settings, guess in zip(many, each, guesses, strict=True)
+        ]
+        completions = self._run(requests, alone=single)
+        return completions[0] if single else completions
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Answer one conversation (a list of {"role", "content"}), or several together."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        many: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item, assignment]
+        settings = params if params is not None else SamplingParams()
+        requests = [self._request(self._need_codec().encode_chat(m), settings, None) for m in many]
+        completions = self._run(requests, alone=single)
+        return completions[0] if single else completions
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | None = None,
+    ) -> Stream:
+        """Token by token: each piece has the text it adds and its origin. Takes a prompt or a conversation."""
+        if _is_prompt(prompt):
+            ids = self._encode(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self._need_codec().encode_chat(prompt)  # type: ignore[arg-type]
+        settings = params if params is not None else SamplingParams()
+        return Stream(self.engine, self.engine.submit(self._request(ids, settings, prediction)))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def report(self) -> Capability:
+        """What the target is and what it can do."""
+        return self._target.report
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over everything this LLM has done."""
+        return self.engine.stats
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._target.tokenizer
+
+    # -- running requests
+
+    def _run(self, requests: list[Request], *, alone: bool) -> list[Completion]:
+        """All requests to their ends. The queue is bounded, so they go in as places come free."""
+        handles: list[Handle] = []
+        try:
+            for request in requests:
+                while self.engine.full(request.params.n):
+                    self.engine.step()
+                handles.append(self.engine.submit(request))
+            while not all(handle.done for handle in handles):
+                self.engine.step()
+        finally:
+            for handle in handles:
+                self.engine.abort(handle.request.id)
+        if alone:
+            handles[0].raise_failure()
+        return [handle.completion() for handle in handles]
+
+    def _request(self, ids: Sequence[int], params: SamplingParams, prediction: str | None) -> Request:
+        expected: tuple[int, ...] = ()
+        if prediction:
+            expected = tuple(self._need_codec().encode_prediction(prediction))
+        return Request(f"request-{next(self._ids)}", tuple(ids), params, expected)
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        return self._need_codec().encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _need_codec(self) -> TextCodec:
+        if self._codec is None:
+            raise InvalidParameter("prompt", "must be token ids: this model was given without a tokenizer")
+        return self._codec
+
+    def _text_stream(self, request: Request) -> TextStream:
+        stops = request.params.stop
+        assert not isinstance(stops, str)  # SamplingParams makes it a tuple
+        return TextStream(self._need_codec(), request.prompt, tuple(stops))
+
+    # -- putting the parts together
+
+    def _context(self, report: Capability) -> int:
+        asked = self.config.engine.max_model_len
+        if asked is not None and report.max_context and asked > report.max_context:
+            raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
+        return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
+
+    def _runner(self, loaded: Loaded) -> EagerRunner:
+        return EagerRunner(
+            loaded.model,
+            rows=self.config.engine.max_rows,
+            max_len=self._longest,
+            margin=self.config.draft.most + 1,
+            probe=self._check,
+        )
+
+    def _drafter(
+        self, draft: Model | Drafter | None, target: EagerRunner, dtype: str | torch.dtype
+    ) -> Drafter | None:
+        if draft is None or isinstance(draft, Drafter):
+            return draft
+        if isinstance(draft, str) and draft in registered_drafters():
+            return drafter_named(draft)
+        loaded = load(draft, dtype=dtype, **self._placement)
+        difference = same_tokenizer(self._target, loaded)
+        if difference is not None:
+            raise ModelRefused(
+                f"the draft cannot guess for this target: {difference}. Use a draft of the same family, "
+                "or draft='lookup', which needs no second model."
+            )
+        if loaded.report.max_context and loaded.report.max_context < self._longest:
+            raise ModelRefused(
+                f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
+                f"{self._longest}: set max_model_len={loaded.report.max_context} or use another draft."
+            )
+        return ModelDrafter(
+            self._runner(loaded),
+            vocab_size=min(self._vocab_size, target.vocab_size),
+            width=target.vocab_size,
+            prefill_chunk=self.config.engine.prefill_chunk,
+        )
+
+
+class Stream:
+    """The pieces of one answer, as they come. Closing it early aborts the request and frees its row."""
+
+    def __init__(self, engine: Engine, handle: Handle) -> None:
+        self._engine = engine
+        self._handle = handle
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+        self._engine.abort(self._handle.request.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has ended."""
+        return self._handle.completion()
+
+    def _run(self) -> Generator[Piece, None, None]:
+        try:
+            while True:
+                done = self._handle.done
+                yield from self._handle.pieces()
+                if done:
+                    break
+                self._engine.step()
+            self._handle.raise_failure()
+        finally:
+            self._engine.abort(self._handle.request.id)
+
+
+def _is_prompt(value: object) -> bool:
+    """Text, or a list of token ids; as against a list of prompts or of messages."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], int)
+
+
+def _per_prompt(name: str, value: Any, kinds: Any, n: int) -> list[Any]:
+    """One value for all prompts, or a list with one for each."""
+    if isinstance(value, kinds):
+        return [value] * n
+    values = list(value)
+    if len(values) != n:
+        raise InvalidParameter(name, f"has {len(values)} entries for {n} prompts")
+    for item in values:
+        if not isinstance(item, kinds):
+            raise InvalidParameter(name, f"must hold one entry for each prompt, not {item!r}")
+    return values
+
+
+class SpeculativeOutput(NamedTuple):
+    """What ``speculative_decode`` returns."""
+
+    ids: torch.Tensor  # [B, T] prompt and answer, short rows padded at the end
+    acceptance_rate: float
+
+
+def speculative_decode(
+    target_model: PreTrainedModel,
+    draft_model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    gamma: int = 5,
+    max_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    *,
+    seed: int | None = None,
+    pad_token_id: int = 0,
+    **params: Any,
+) -> SpeculativeOutput:
+    """Speculative decoding of plain Hugging Face models on plain tensors. ``input_ids``: [T] or [B, T], unpadded.
+
+    Takes every other field of ``SamplingParams`` by name too. For more than one call build an ``LLM`` instead: it keeps
+    its caches.
+    """
+    settings = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, **params
+    )
+    if input_ids.dim() not in (1, 2) or not input_ids.numel():
+        raise InvalidParameter("input_ids", f"must be [T] or [B, T] and not empty, not {tuple(input_ids.shape)}")
+    prompts = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
+    longest = len(prompts[0]) + max_tokens
+    llm = LLM(
+        target_model, draft_model, gamma=gamma, max_rows=len(prompts), max_model_len=max(2, longest), check=False
+    )
+    answers = llm.generate(prompts, settings)
+    for answer in answers:
+        if answer.error:
+            raise GenerationFailed(answer.error)
+    lines = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
+    width = max(map(len, lines))
+    ids = torch.tensor([line + [pad_token_id] * (width - len(line)) for line in lines], device=input_ids.device)
+    return SpeculativeOutput(ids, llm.stats.acceptance_rate)

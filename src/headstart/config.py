@@ -1,0 +1,77 @@
+"""How an engine is set up: frozen, composed records in which an unknown key is an error.
+
+Knows: the settings, their defaults and their ranges. Does not know: what is built from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
+
+from .errors import InvalidParameter
+
+__all__ = ["Config", "DraftConfig", "EngineConfig"]
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidParameter(name, f"must be a whole number of at least {low}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine."""
+
+    max_rows: int = 8  # sequences decoded together
+    max_model_len: int | None = None  # longest prompt + answer; None: the model's own, capped to what is sensible
+    prefill_chunk: int = 512  # prompt tokens a step may spend before the running sequences get their round
+    max_waiting: int = 1024  # requests that may queue
+
+    def __post_init__(self) -> None:
+        _at_least("max_rows", self.max_rows, 1)
+        _at_least("prefill_chunk", self.prefill_chunk, 1)
+        _at_least("max_waiting", self.max_waiting, 1)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """How far ahead to guess. ``gamma="auto"`` lets the controller choose, round by round; zero is an answer."""
+
+    gamma: int | Literal["auto"] = "auto"
+    max_gamma: int = 10  # the most "auto" may choose
+
+    def __post_init__(self) -> None:
+        if self.gamma != "auto":
+            _at_least("gamma", self.gamma, 1)
+            if self.gamma > 64:
+                raise InvalidParameter("gamma", f"must be at most 64, not {self.gamma}")
+        _at_least("max_gamma", self.max_gamma, 1)
+        if self.max_gamma > 64:
+            raise InvalidParameter("max_gamma", f"must be at most 64, not {self.max_gamma}")
+
+    @property
+    def most(self) -> int:
+        """The most tokens a round can draft."""
+        return self.max_gamma if self.gamma == "auto" else self.gamma
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything an engine is told, besides its models."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Build from flat names (``max_rows=4, gamma=5``), each of which must belong to one part."""
+        parts: dict[str, dict[str, Any]] = {"engine": {}, "draft": {}}
+        owners = {f.name: "engine" for f in fields(EngineConfig)} | {f.name: "draft" for f in fields(DraftConfig)}
+        for name, value in settings.items():
+            if name not in owners:
+                raise InvalidParameter(name, f"is not a setting; the settings are {', '.join(sorted(owners))}")
+            parts[owners[name]][name] = value
+        return cls(EngineConfig(**parts["engine"]), DraftConfig(**parts["draft"]))

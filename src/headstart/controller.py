@@ -1,0 +1,268 @@
+"""How many tokens to draft now, for each sequence; zero is an answer.
+
+Knows: ``Round`` records, and from them what a forward of each width costs and how often a guess holds.
+Does not know: models, drafters' insides or token values.
+
+Losslessness: the draft length may depend on anything known before the tokens were drawn, never on the value
+of a token that was drawn at random. ``budgets`` is called before drafting. ``trim`` is called after it, but only
+for drafters whose guesses are deterministic (``Drafter.free``), where a shorter guess is simply another
+deterministic guess.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Protocol
+
+from .config import DraftConfig
+from .types import DraftView, Proposal, Round
+
+__all__ = ["AdaptiveController", "Controller", "FixedController", "controller_for"]
+
+MAX_STRENGTH = 16  # longer matches are as good as this one
+
+
+class Controller(Protocol):
+    """Chooses draft lengths and learns from what came of them."""
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        """Cut deterministic guesses to what is worth verifying. After drafting, free drafters only."""
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """Learn from one round: a record for each of its sequences."""
+    def forget(self, sequence_id: str) -> None:
+        """The sequence is gone."""
+    def reason(self) -> str | None:
+        """Why speculation is held back just now, for people; None while it is not."""
+
+
+def controller_for(config: DraftConfig, *, free: bool) -> Controller:
+    """The controller that the settings ask for. ``free``: the drafter's guesses cost nothing."""
+    if config.gamma == "auto":
+        return AdaptiveController(config.max_gamma, free=free)
+    return FixedController(config.gamma)
+
+
+class FixedController:
+    """Always the same draft length."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return [min(self.gamma, limit) for limit in limits]
+
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        return list(proposals)
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        pass
+
+    def forget(self, sequence_id: str) -> None:
+        pass
+
+    def reason(self) -> str | None:
+        return None
+
+
+class _Costs:
+    """Seconds a target forward takes, by (rows, width), measured as it goes: the median of the last few.
+
+    A measurement is forgotten after a while, so that one taken in a bad moment does not rule a width out for good.
+    """
+
+    WINDOW, LIFETIME = 7, 500
+
+    def __init__(self) -> None:
+        self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
+        self._clock = 0
+
+    def add(self, rows: int, width: int, seconds: float) -> None:
+        self._clock += 1
+        by_width = self._seen.setdefault(rows, {})
+        by_width.setdefault(width, deque(maxlen=self.WINDOW)).append((self._clock, seconds))
+        for stale in [w for w, seen in by_width.items() if w > 1 and seen[-1][0] < self._clock - self.LIFETIME]:
+            del by_width[stale]
+
+    def table(self, rows: int) -> list[tuple[int, float]]:
+        """(width, seconds), by width, for the measured number of rows nearest to ``rows``; empty if none is known.
+
+        Only tables with a plain round (width 1) and something to compare it with are borrowed from another
+        number of rows.
+        """
+        own = self._seen.get(rows, {})
+        if 1 not in own or len(own) == 1:
+            others = [r for r, known in self._seen.items() if 1 in known and len(known) > 1]
+            if others:
+                own = self._seen[min(others, key=lambda r: abs(r - rows))]
+        if 1 not in own:
+            return []
+        return sorted((width, median(seconds for _, seconds in seen)) for width, seen in own.items())
+
+
+def _interpolate(table: Sequence[tuple[int, float]], width: int) -> float:
+    """Linear between measured widths, flat beyond them, so that an unknown width gets tried."""
+    below = max((point for point in table if point[0] <= width), default=table[0])
+    above = min((point for point in table if point[0] >= width), default=table[-1])
+    if below[0] == above[0]:
+        return below[1]
+    return below[1] + (above[1] - below[1]) * (width - below[0]) / (above[0] - below[0])
+
+
+class _Hits:
+    """How often a guess held, given that everything before it in the draft held; old evidence fades."""
+
+    FADE = 0.98
+
+    def __init__(self, prior: float, weight: float) -> None:
+        self.hits, self.tries = prior * weight, weight
+
+    def add(self, hit: bool) -> None:
+        self.hits = self.hits * self.FADE + hit
+        self.tries = self.tries * self.FADE + 1
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.tries
+
+
+class AdaptiveController:
+    """Drafts as far as it pays, by measured costs and measured acceptance.
+
+    Expected tokens of a round with draft length g: tau(g) = 1 + sum_i A_i, A_i the chance that the first i guesses
+    all hold. Seconds: g draft steps, one forward g + 1 wide, and the rest of the round. The round's width is
+    chosen for all its rows together, since they share the forward. Acceptance is kept by the guess's ``strength``
+    for everyone, and by sequence, because texts differ more than drafts do.
+    """
+
+    PROBE_EVERY = 24  # rounds without a draft before a sequence gets to try again
+    OWN_WEIGHT = 6.0  # how many shared tries count as much as one sequence's own record
+
+    def __init__(self, max_gamma: int, *, free: bool = False) -> None:
+        self.max_gamma = max_gamma
+        self.free = free
+        self._costs = _Costs()
+        self._draft_step: deque[float] = deque(maxlen=15)
+        self._overhead: deque[float] = deque(maxlen=15)
+        self._shared: dict[int, _Hits] = {}
+        self._own: dict[str, dict[int, _Hits]] = {}
+        self._idle: dict[str, int] = {}
+        self._reason: str | None = None
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        limits = [min(limit, self.max_gamma) for limit in limits]
+        if self.free:
+            return limits  # decided in trim, when the guesses are known
+        width = self._best_width([self._chances(view.id, 0, limit) for view, limit in zip(views, limits, strict=True)])
+        return self._with_probes(views, [min(width, limit) for limit in limits], limits)
+
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        chances = [
+            self._chances(view.id, p.strength, len(p)) if p is not None else []
+            for view, p in zip(views, proposals, strict=True)
+        ]
+        width = self._best_width(chances)
+        limits = [len(p) if p is not None else 0 for p in proposals]
+        keep = self._with_probes(views, [min(width, limit) for limit in limits], limits)
+        return [_cut(p, n) for p, n in zip(proposals, keep, strict=True)]
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        if not rounds:
+            return
+        first = rounds[0]
+        if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
+            self._costs.add(first.rows, first.width, first.verify_seconds)
+        drafted = max(r.drafted for r in rounds)
+        if drafted and not self.free:
+            self._draft_step.append(first.draft_seconds / drafted)
+        self._overhead.append(max(0.0, first.round_seconds - first.verify_seconds - first.draft_seconds))
+        for r in rounds:
+            self._idle[r.sequence] = 0 if r.drafted else self._idle.get(r.sequence, 0) + 1
+            for ahead, hit in enumerate(r.outcomes):
+                strength = _grown(r.strength, ahead)
+                self._own_hits(r.sequence, strength).add(hit)
+                self._shared_hits(strength).add(hit)
+
+    def forget(self, sequence_id: str) -> None:
+        self._own.pop(sequence_id, None)
+        self._idle.pop(sequence_id, None)
+
+    def reason(self) -> str | None:
+        return self._reason
+
+    # -- acceptance
+
+    def _shared_hits(self, strength: int) -> _Hits:
+        # A longer match is a better guess; a model's guess (strength 0) starts as good as a long match.
+        prior = 0.7 if strength == 0 else min(0.9, 0.25 + 0.12 * strength)
+        return self._shared.setdefault(strength, _Hits(prior, 2.0))
+
+    def _own_hits(self, sequence_id: str, strength: int) -> _Hits:
+        own = self._own.setdefault(sequence_id, {})
+        if strength not in own:
+            own[strength] = _Hits(self._shared_hits(strength).rate, self.OWN_WEIGHT)
+        return own[strength]
+
+    def _chances(self, sequence_id: str, strength: int, length: int) -> list[float]:
+        """A_1 .. A_length: the chance that the first i guesses all hold."""
+        chances, together = [], 1.0
+        for ahead in range(length):
+            grown = _grown(strength, ahead)
+            known = self._own.get(sequence_id, {}).get(grown) or self._shared_hits(grown)
+            together *= known.rate
+            chances.append(together)
+        return chances
+
+    # -- cost
+
+    def _best_width(self, chances: Sequence[Sequence[float]]) -> int:
+        """The draft length that gives the most tokens a second over all rows."""
+        rows = len(chances)
+        longest = max((len(c) for c in chances), default=0)
+        table = self._costs.table(rows)
+        if not table:
+            return 0  # a plain round first: it costs nothing and is what every other width is compared with
+        step = median(self._draft_step) if self._draft_step and not self.free else 0.0
+        rest = median(self._overhead) if self._overhead else 0.0
+        best, best_speed, plain_speed = 0, 0.0, 0.0
+        for gamma in range(longest + 1):
+            seconds = _interpolate(table, gamma + 1) + gamma * step + rest
+            speed = (rows + sum(sum(c[:gamma]) for c in chances)) / max(seconds, 1e-9)
+            if gamma == 0:
+                plain_speed = speed
+            if speed > best_speed:
+                best, best_speed = gamma, speed
+        self._reason = None
+        if best == 0 and longest:
+            alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
+            self._reason = (
+                f"drafting does not pay now: about {alpha:.0%} of first guesses hold, "
+                f"and plain decoding is expected to give {plain_speed:.1f} tokens/s"
+            )
+        return best
+
+    def _with_probes(self, views: Sequence[DraftView], chosen: list[int], limits: Sequence[int]) -> list[int]:
+        """Let a sequence that has not drafted for long try one short draft, so that a change is noticed."""
+        if any(chosen):
+            return chosen
+        for i, view in enumerate(views):
+            if limits[i] and self._idle.get(view.id, 0) >= self.PROBE_EVERY:
+                chosen[i] = min(2, limits[i])
+        return chosen
+
+
+def _grown(strength: int, ahead: int) -> int:
+    """A copied match gets longer with every token that holds; a guess of unknown strength stays unknown."""
+    return min(strength + ahead, MAX_STRENGTH) if strength else 0
+
+
+def _cut(proposal: Proposal | None, n: int) -> Proposal | None:
+    """The first n tokens of a chain."""
+    if proposal is None or n == 0:
+        return None
+    if n >= len(proposal):
+        return proposal
+    return Proposal(proposal.tokens[:n], proposal.parents[:n], proposal.q, proposal.draw, proposal.strength)

@@ -1,0 +1,1 @@
+"""The guessers, one family a file; ``base`` holds the contract."""

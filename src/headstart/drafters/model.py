@@ -1,0 +1,164 @@
+"""A small language model as the guesser, with a slab of its own.
+
+Knows: how to bring the draft's cache level with the committed text, and how to draw gamma tokens a row.
+Does not know: what the target thinks of them.
+
+The draft's cache needs no instructions from the engine. Each round starts by comparing the tokens it holds
+with the tokens that were committed, rolls back to where they part, and feeds what is missing. That covers
+every case: a rejection, full acceptance (the last drafted token was never fed, and neither was the
+bonus), rounds without speculation, and a new prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..machine.runner import ModelRunner
+from ..maths import noise
+from ..maths.distribution import History, Warp, argmaxes, probabilities
+from ..types import DraftView, Proposal
+from .base import Drafter
+
+__all__ = ["ModelDrafter"]
+
+# A row that is further behind than this is brought level on its own, so that the others are not padded to it.
+CATCH_UP = 8
+
+
+class ModelDrafter(Drafter):
+    """Drafts chains with a causal language model that shares the target's tokenizer."""
+
+    name = "model"
+
+    def __init__(self, runner: ModelRunner, *, vocab_size: int, width: int, prefill_chunk: int = 512) -> None:
+        """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have."""
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self.width = width
+        self.prefill_chunk = prefill_chunk
+        self._level: dict[str, int] = {}  # sequence id -> leading tokens known to be right in its row
+
+    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
+        asked = [(view, budget) for view, budget in zip(views, budgets, strict=True) if budget > 0]
+        if not asked:
+            return [None] * len(views)
+        for view, _ in asked:
+            self._bring_level(view)
+        by_id = self._draft({view.id: (view, budget) for view, budget in asked})
+        return [by_id.get(view.id) for view in views]
+
+    def release(self, sequence_id: str) -> None:
+        if self._level.pop(sequence_id, None) is not None:
+            self.runner.slab.release(sequence_id)
+
+    def _bring_level(self, view: DraftView) -> None:
+        """Make the row hold a prefix of the committed tokens that lacks only the last few."""
+        slab, tokens = self.runner.slab, view.tokens
+        if view.id not in self._level:
+            self._level[view.id] = slab.acquire(view.id, tokens)
+            slab.promote(view.id)
+        row, level = slab.row(view.id), self._level[view.id]
+        held = slab.tokens[row]
+        most = min(len(held), len(tokens) - 1)
+        while level < most and held[level] == tokens[level]:
+            level += 1
+        slab.truncate(row, level)
+        if len(tokens) - level > CATCH_UP:
+            self.runner.prefill(row, tokens[level:-1], chunk=self.prefill_chunk)
+            level = len(tokens) - 1
+        self._level[view.id] = level
+
+    def _draft(self, asked: dict[str, tuple[DraftView, int]]) -> dict[str, Proposal]:
+        """Draw up to each row's budget. Rows of the slab that were not asked take part as idle passengers."""
+        slab, device = self.runner.slab, self.runner.device
+        keys = slab.ready_keys
+        last_asked = max(i for i, key in enumerate(keys) if key in asked)
+        keys = keys[: last_asked + 1]
+        rows = len(keys)
+        levels = [slab.lengths[row] for row in range(rows)]
+        feed = [asked[key][0].tokens[levels[row] :] if key in asked else [0] for row, key in enumerate(keys)]
+        pen = _Pen([asked[key][0] if key in asked else None for key in keys], self.vocab_size, self.width, device)
+
+        widest = max(map(len, feed))
+        padded = [line + [0] * (widest - len(line)) for line in feed]
+        step = torch.tensor(padded, device=device)
+        last = torch.tensor([len(line) - 1 for line in feed], device=device)
+        logits = self.runner.forward(slice(0, rows), step, levels)  # [rows, widest, V]
+        logits = logits[torch.arange(rows, device=device), last]
+        fed = [level + len(line) for level, line in zip(levels, feed, strict=True)]
+
+        drawn = [pen.draw(logits, 0)]
+        for offset in range(1, max(budget for _, budget in asked.values())):
+            # A draft whose numbers break down draws -1; it is fed as any token and cut out below.
+            logits = self.runner.forward(slice(0, rows), drawn[-1][:, None].clamp_min(0), fed)[:, 0]
+            fed = [length + 1 for length in fed]
+            drawn.append(pen.draw(logits, offset))
+
+        tokens = torch.stack(drawn, dim=1).tolist()
+        q = pen.q()
+        proposals = {}
+        for row, key in enumerate(keys):
+            if key not in asked:
+                continue
+            sound = tokens[row].index(-1) if -1 in tokens[row] else len(drawn)
+            length = min(asked[key][1], sound)
+            slab.extend(row, feed[row] + tokens[row][: min(sound, len(drawn) - 1)])
+            row_q = None if q is None or pen.point[row] else q[row, :length]
+            proposals[key] = Proposal.chain(tokens[row][:length], row_q)
+        return proposals
+
+
+class _Pen:
+    """Draws the next token of every row the way that row's request asks for, and remembers q where it is needed."""
+
+    def __init__(
+        self, views: Sequence[DraftView | None], vocab_size: int, width: int, device: torch.device
+    ) -> None:
+        some = next(view for view in views if view is not None)
+        views = [view if view is not None else some for view in views]  # idle rows: drawn and thrown away
+        params = [view.params for view in views]
+        self.width = width
+        self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
+        self.point = [p.greedy or p.verification == "coupled" for p in params]
+        self._greedy = self.warp.all_greedy
+        self._history = None
+        if self.warp.needs_history:
+            prompts = [view.tokens[: view.prompt_length] for view in views]
+            outputs = [view.tokens[view.prompt_length :] for view in views]
+            self._history = History.of(prompts, outputs, width, device)
+        self._outputs = torch.tensor([len(view.tokens) - view.prompt_length for view in views], device=device)
+        self._seeds = noise.seeds([view.seed for view in views], device)
+        self._base = torch.tensor([len(view.tokens) for view in views], device=device)
+        self._coupled = torch.tensor([p.verification == "coupled" for p in params], device=device)
+        self._q: list[torch.Tensor] = []
+
+    def draw(self, logits: torch.Tensor, offset: int) -> torch.Tensor:
+        """logits [R, V] -> token ids [R]; ``offset`` counts the tokens drawn before in this round."""
+        logits = _fit(logits, self.width)[:, None]
+        if self._greedy:
+            tokens = argmaxes(logits, self.warp, outputs=self._outputs + offset, history=self._history)[:, 0]
+        else:
+            q = probabilities(logits, self.warp, outputs=self._outputs + offset, history=self._history)[:, 0]
+            drafted = noise.keys(self._seeds, self._base, offset + 1, noise.DRAFT)
+            coupled = noise.keys(self._seeds, self._base + offset, 0, noise.COUPLED)
+            chosen = (torch.where(self._coupled, c, d) for c, d in zip(coupled, drafted, strict=True))
+            tokens = noise.draw(q, noise.exponential(tuple(chosen), self.width))  # type: ignore[arg-type]
+            if not all(self.point):
+                self._q.append(q)
+        if self._history is not None:
+            self._history.add(tokens)
+        return tokens
+
+    def q(self) -> torch.Tensor | None:
+        """[R, n, V], or None when every row drew deterministically."""
+        return torch.stack(self._q, dim=1) if self._q else None
+
+
+def _fit(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Give the draft's logits the target's width: padded vocabularies differ, the tokenizer does not."""
+    if logits.shape[-1] >= width:
+        return logits[..., :width]
+    return F.pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))

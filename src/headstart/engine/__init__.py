@@ -1,0 +1,1 @@
+"""The engine: requests become rounds, rounds become tokens. Start reading at ``round``."""

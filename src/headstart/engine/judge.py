@@ -1,0 +1,157 @@
+"""From the target's logits to a verdict for every row, each by its own request's rule.
+
+Knows: how rows with different sampling settings share one batch of logits, and which rule each falls under.
+Does not know: where the logits or the proposals come from; the rules themselves are ``maths.verify``.
+
+A row is judged by one of four groups. *greedy*: the target's token at each node is the argmax. *coupled*: it is
+drawn with noise that depends on the seed and the position only; rows without a draft are drawn this way
+too, so that plain decoding and coupled speculation give the same tokens. *token* and *block*: rejection sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..maths import noise
+from ..maths.distribution import History, Warp, argmaxes, probabilities
+from ..maths.tree import Topology
+from ..maths.verify import CounterChance, Verdicts, block_rule, coupled_rule, token_rule
+from ..types import Draw, Proposal, TokenLogprob, Verdict
+from .sequence import Sequence
+
+__all__ = ["Batch", "judge", "logprobs_along"]
+
+Group = Literal["greedy", "coupled", "token", "block"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One round's rows, padded to the widest proposal. Node 0 of a row is its last committed token."""
+
+    sequences: list[Sequence]
+    proposals: list[Proposal | None]
+    tokens: torch.Tensor  # [R, N+1] node tokens
+    topology: Topology
+
+    @staticmethod
+    def of(sequences: list[Sequence], proposals: list[Proposal | None], device: torch.device) -> Batch:
+        drafts = [p.tokens if p is not None else () for p in proposals]
+        widest = max(map(len, drafts))
+        lines = [
+            [s.tokens[-1], *d, *([0] * (widest - len(d)))] for s, d in zip(sequences, drafts, strict=True)
+        ]
+        if all(p is None or p.is_chain for p in proposals):
+            topology = Topology.chain([len(d) for d in drafts], device)
+        else:
+            topology = Topology.of([p.parents if p is not None else () for p in proposals], device)
+        return Batch(sequences, proposals, torch.tensor(lines, device=device), topology)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+
+def judge(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+    """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass)."""
+    groups: dict[Group, list[int]] = {}
+    for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
+        groups.setdefault(_group(sequence, proposal), []).append(row)
+    verdicts: list[Verdict | None] = [None] * len(batch.sequences)
+    for group, rows in groups.items():
+        part, part_logits = batch, logits
+        if len(rows) < len(batch.sequences):
+            part = Batch.of([batch.sequences[r] for r in rows], [batch.proposals[r] for r in rows], logits.device)
+            part_logits = logits[rows, : part.width]
+        for row, verdict in zip(rows, _judge_group(group, part_logits, part, vocab_size), strict=True):
+            verdicts[row] = verdict
+    return verdicts
+
+
+def _group(sequence: Sequence, proposal: Proposal | None) -> Group:
+    if sequence.params.greedy:
+        return "greedy"
+    if proposal is None:
+        return "coupled"
+    return sequence.params.verification
+
+
+def _judge_group(group: Group, logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+    device = logits.device
+    sequences = batch.sequences
+    params = [s.params for s in sequences]
+    warp = Warp.of(params, vocab_size=vocab_size, eos=[tuple(s.ending_ids) for s in sequences], device=device)
+    history = None
+    if warp.needs_history:
+        prompts = [s.tokens[: s.prompt_length] for s in sequences]
+        outputs = [s.tokens[s.prompt_length :] for s in sequences]
+        history = History.of(prompts, outputs, logits.shape[-1], device)
+    counts = torch.tensor([s.output_length for s in sequences], device=device)
+    around = {"outputs": counts, "tokens": batch.tokens, "topology": batch.topology, "history": history}
+
+    if group == "greedy":
+        targets = argmaxes(logits, warp, **around)
+        return _to_host(coupled_rule(targets, batch.tokens[:, 1:], batch.topology), batch)
+
+    p = probabilities(logits, warp, **around)
+    seeds = noise.seeds([s.seed for s in sequences], device)
+    base = torch.tensor([len(s.tokens) for s in sequences], device=device)
+    chance = CounterChance(seeds, base)
+    if group == "coupled":
+        targets = chance.targets(p, batch.topology.depth)
+        return _to_host(coupled_rule(targets, batch.tokens[:, 1:], batch.topology), batch)
+    rule = token_rule if group == "token" else block_rule
+    kinds: list[Draw] = [proposal.draw if proposal is not None else "point" for proposal in batch.proposals]
+    verdicts = rule(p, _stack_q(batch, p.shape[-1]), batch.tokens[:, 1:], batch.topology, kinds, chance)
+    return _to_host(verdicts, batch)
+
+
+def _stack_q(batch: Batch, width: int) -> torch.Tensor | None:
+    """[R, N, V] from the rows' own q, zeros where a row has none; None when no row has one."""
+    given = [(row, p.q) for row, p in enumerate(batch.proposals) if p is not None and p.q is not None]
+    if not given:
+        return None
+    if len(batch.proposals) == 1 and given[0][1].shape[0] == batch.width - 1:
+        return given[0][1][None]
+    q = torch.zeros(len(batch.proposals), batch.width - 1, width, dtype=given[0][1].dtype, device=batch.tokens.device)
+    for row, row_q in given:
+        q[row, : row_q.shape[0]] = row_q
+    return q
+
+
+def _to_host(verdicts: Verdicts, batch: Batch) -> list[Verdict | None]:
+    """One transfer for the whole batch."""
+    columns = [verdicts.accepted[:, None], verdicts.token[:, None], verdicts.ok[:, None], verdicts.path]
+    lines = torch.cat([column.to(torch.int64) for column in columns], dim=1).tolist()
+    found: list[Verdict | None] = []
+    for (accepted, token, ok, *nodes), proposal in zip(lines, batch.proposals, strict=True):
+        if not ok:
+            found.append(None)
+            continue
+        path = tuple(node - 1 for node in nodes[:accepted])
+        if proposal is None:
+            found.append(Verdict(path, token, "plain"))
+        else:
+            leaf = path[-1] if path else -1
+            found.append(Verdict(path, token, "correction" if leaf in proposal.parents else "bonus"))
+    return found
+
+
+def logprobs_along(
+    logits: torch.Tensor, tokens: Seq[int], nodes: Seq[int], top: int, vocab_size: int
+) -> list[TokenLogprob]:
+    """The target's own log-probabilities, before any processing, of ``tokens[i]`` at node ``nodes[i]``.
+
+    logits [N+1, V] of one row.
+    """
+    chosen = logits[list(nodes), :vocab_size].float().log_softmax(-1)
+    values = chosen.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = chosen.topk(min(top, vocab_size), dim=-1) if top else None
+    found = []
+    for i, (token, value) in enumerate(zip(tokens, values, strict=True)):
+        most = dict(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)) if best is not None else {}
+        found.append(TokenLogprob(token, value, most))
+    return found

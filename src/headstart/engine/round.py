@@ -1,0 +1,169 @@
+"""One round: draft, verify, commit. This is the whole idea of the product, and it is written only here.
+
+Knows: the order of things in a round. Does not know: how a guess is made, how a forward runs, how a rule decides.
+
+    draft    the drafter guesses a few tokens for each sequence
+    verify   ONE forward of the target over all of them, and for each row the rule that keeps its distribution
+    commit   the accepted tokens and the target's own one more go into the sequence; the caches' lengths follow
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from ..controller import Controller
+from ..drafters.base import Drafter
+from ..machine.runner import ModelRunner
+from ..types import Proposal, Round, Verdict
+from .judge import Batch, judge, logprobs_along
+from .sequence import Emission, Sequence
+
+__all__ = ["Parts", "play"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """What a round is played with."""
+
+    runner: ModelRunner
+    drafter: Drafter | None
+    controller: Controller
+    vocab_size: int  # ids at and past this are never emitted
+    max_len: int
+    inactive: str | None = None  # why there is no speculation, for people
+
+
+def play(parts: Parts, sequences: list[Sequence], first_row: int) -> list[Round]:
+    """Play one round for ``sequences``, which sit in consecutive rows of the slab from ``first_row`` on."""
+    slab, started = parts.runner.slab, perf_counter()
+    rows = slice(first_row, first_row + len(sequences))
+    lengths = slab.lengths[rows]
+    # The cache always lacks the last committed token; in a sequence's first round it also lacks the prompt's end.
+    behind = [len(s.tokens) - 1 - length for s, length in zip(sequences, lengths, strict=True)]
+
+    # Draft.
+    proposals = _draft(parts, sequences)
+    drafted_at = perf_counter()
+
+    # Verify.
+    batch = Batch.of(sequences, proposals, parts.runner.device)
+    logits = _forward(parts, batch, rows, lengths, behind)
+    verified_at = perf_counter()
+    verdicts = judge(logits, batch, parts.vocab_size)
+
+    # Commit.
+    kept = [0] * len(sequences)
+    for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
+        if verdict is None:
+            sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
+            continue
+        slab.keep(first_row + i, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
+        kept[i] = sequence.commit(_emissions(sequence, proposals[i], verdict, logits[i], parts.vocab_size))
+        slab.extend(first_row + i, sequence.tokens[lengths[i] : -1])
+    if parts.drafter is not None:
+        parts.drafter.commit(sequences, verdicts)
+
+    times = (drafted_at - started, verified_at - drafted_at, perf_counter() - started)
+    return _records(parts, batch, verdicts, kept, behind, times)
+
+
+def _draft(parts: Parts, sequences: list[Sequence]) -> list[Proposal | None]:
+    """Ask for guesses. A drafter that fails is dropped for good: the text goes on without it."""
+    nothing: list[Proposal | None] = [None] * len(sequences)
+    if parts.drafter is None:
+        return nothing
+    limits = [_limit(parts, sequence) for sequence in sequences]
+    if not any(limits):
+        return nothing
+    try:
+        budgets = parts.controller.budgets(sequences, limits)
+        proposals = parts.drafter.propose(sequences, budgets)
+        if parts.drafter.free:
+            proposals = parts.controller.trim(sequences, proposals)
+    except Exception as error:
+        parts.inactive = f"the drafter {parts.drafter.name!r} failed: {error}"
+        log.warning("speculation is off from here on: %s", parts.inactive, exc_info=True)
+        parts.drafter = None
+        return nothing
+    return [p if p is not None and len(p) else None for p in proposals]
+
+
+def _limit(parts: Parts, sequence: Sequence) -> int:
+    """The most tokens worth drafting: a round emits one more than it drafts, and all must fit."""
+    if not sequence.params.speculate:
+        return 0
+    return max(0, min(sequence.remaining, parts.max_len - len(sequence.tokens)) - 1)
+
+
+def _forward(parts: Parts, batch: Batch, rows: slice, lengths: list[int], behind: list[int]) -> torch.Tensor:
+    """Logits [R, N+1, V] of each row's last committed token and its drafted ones."""
+    feed, topology = batch.tokens, None if batch.topology.is_chain else batch.topology
+    if any(behind):  # a first round, of one sequence: the rest of its prompt comes along in the same forward
+        (sequence,), (length,) = batch.sequences, lengths
+        rest = sequence.tokens[length:-1]
+        if topology is None:
+            feed = torch.cat([torch.tensor([rest], device=feed.device), feed], dim=1)
+        else:  # a tree hangs from one token, so the prompt's end goes in before it
+            parts.runner.prefill(rows.start, rest)
+            lengths = [length + len(rest)]
+    logits = parts.runner.forward(rows, feed, lengths, topology, keep=batch.width)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)  # so that the clock reads the forward, not its launch
+    return logits
+
+
+def _emissions(
+    sequence: Sequence, proposal: Proposal | None, verdict: Verdict, logits: torch.Tensor, vocab_size: int
+) -> list[Emission]:
+    """The accepted tokens and the target's own, in order, with log-probabilities where they were asked for."""
+    drafted = proposal.tokens if proposal is not None else ()
+    tokens = [*(drafted[node] for node in verdict.path), verdict.token]
+    emissions = [Emission(token, "accepted") for token in tokens]
+    emissions[-1].origin = verdict.origin
+    if sequence.params.logprobs is not None:
+        nodes = [0, *(node + 1 for node in verdict.path)]
+        found = logprobs_along(logits, tokens, nodes, sequence.params.logprobs, vocab_size)
+        for emission, logprob in zip(emissions, found, strict=True):
+            emission.logprob = logprob
+    return emissions
+
+
+def _records(
+    parts: Parts,
+    batch: Batch,
+    verdicts: Seq[Verdict | None],
+    kept: Seq[int],
+    behind: Seq[int],
+    times: tuple[float, float, float],
+) -> list[Round]:
+    """The telemetry of the round, a record for each sequence."""
+    rounds = []
+    for i, (sequence, proposal, verdict) in enumerate(zip(batch.sequences, batch.proposals, verdicts, strict=True)):
+        path = verdict.path if verdict is not None else ()
+        drafted = len(proposal) if proposal is not None else 0
+        chain = proposal is not None and proposal.is_chain and verdict is not None
+        record = Round(
+            sequence=sequence.id,
+            drafted=drafted,
+            accepted=min(len(path), kept[i]),
+            emitted=kept[i],
+            rows=len(batch.sequences),
+            width=batch.width,
+            prefill=behind[i],
+            draft_seconds=times[0],
+            verify_seconds=times[1],
+            round_seconds=times[2],
+            outcomes=(True,) * len(path) + (False,) * (len(path) < drafted) if chain else (),
+            strength=proposal.strength if proposal is not None else 0,
+            drafter=parts.drafter.name if parts.drafter is not None else "",
+        )
+        sequence.record(record)
+        rounds.append(record)
+    return rounds

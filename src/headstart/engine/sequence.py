@@ -1,0 +1,138 @@
+"""The mutable state of one running choice, from prompt to last token.
+
+Knows: what was committed, why it ended, and what goes out to the reader. Does not know: rows, models, batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence as Seq
+from typing import Protocol
+
+from ..maths.noise import derive
+from ..types import Choice, FinishReason, Origin, Piece, Request, Round, SamplingParams, Stats, TokenLogprob
+from .stats import Tally
+
+__all__ = ["Emission", "Sequence", "TextSink"]
+
+
+class TextSink(Protocol):
+    """Turns committed ids into text, and notices stop strings. ``machine.text.TextStream`` is one."""
+
+    def push(self, token_id: int, *, check_stop: bool = True) -> tuple[str, bool]: ...
+    def finish(self) -> str: ...
+
+
+class Emission:
+    """One token that the target stands behind, on its way into a sequence."""
+
+    __slots__ = ("logprob", "origin", "token")
+
+    def __init__(self, token: int, origin: Origin, logprob: TokenLogprob | None = None) -> None:
+        self.token, self.origin, self.logprob = token, origin, logprob
+
+
+class Sequence:
+    """One of the n choices of a request while it runs."""
+
+    def __init__(
+        self, request: Request, index: int, seed: int, *, eos: Iterable[int], text: TextSink | None, limit: int
+    ) -> None:
+        """``limit``: the most tokens prompt and answer may have together; ``text`` None: ids only."""
+        self.request = request
+        self.index = index
+        self.id = f"{request.id}/{index}"
+        self.seed = derive(seed, index) if index else seed
+        self.tokens: list[int] = list(request.prompt)
+        self.prompt_length = len(request.prompt)
+        self.params: SamplingParams = request.params
+        self.prediction = request.prediction
+        self.stop_ids = frozenset(self.params.stop_token_ids)
+        self.eos = frozenset() if self.params.ignore_eos else frozenset(eos)
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.pieces: deque[Piece] = deque()
+        self.tally = Tally(prompt_tokens=self.prompt_length)
+        self._limit = min(limit, self.prompt_length + self.params.max_tokens)
+        self._sink = text
+        self._texts: list[str] = []
+        self._origins: list[Origin] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    # -- what the round asks
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._limit - len(self.tokens)
+
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """Ids that end the text, and that ``min_tokens`` therefore holds back."""
+        return self.eos | self.stop_ids
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    # -- what the round does
+
+    def commit(self, emissions: Seq[Emission]) -> int:
+        """Take tokens in until one ends the text; the rest are dropped. Returns how many were kept."""
+        for kept, emission in enumerate(emissions, start=1):
+            self.tokens.append(emission.token)
+            self._origins.append(emission.origin)
+            if emission.logprob is not None:
+                self._logprobs.append(emission.logprob)
+            enough = self.output_length >= self.params.min_tokens
+            text, stopped = "", False
+            if self._sink is not None and emission.token not in self.ending_ids:
+                text, stopped = self._sink.push(emission.token, check_stop=enough)
+            # "stop" wins over "length" when both fall on the same token.
+            if stopped or emission.token in self.ending_ids:
+                self.finish_reason = "stop"
+            elif self.remaining <= 0:
+                self.finish_reason = "length"
+            if self.finished and self._sink is not None and not stopped:
+                text += self._sink.finish()
+            self._texts.append(text)
+            self.pieces.append(
+                Piece(text, emission.token, emission.origin, self.index, emission.logprob, self.finish_reason)
+            )
+            if self.finished:
+                return kept
+        return len(emissions)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Finish from outside: an abort or a failure. What was held back as a possible stop string is let go."""
+        if self.finished:
+            return
+        self.finish_reason, self.error = reason, error
+        text = self._sink.finish() if self._sink is not None else ""
+        self._texts.append(text)
+        self.pieces.append(Piece(text, None, "plain", self.index, None, reason))
+
+    def choice(self) -> Choice:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        return Choice(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=tuple(self.tokens[self.prompt_length :]),
+            finish_reason=self.finish_reason,
+            stats=self.tally.stats(),
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            origins=tuple(self._origins),
+            error=self.error,
+        )
+
+    def record(self, round_: Round) -> None:
+        self.tally.add(round_)
+
+    @property
+    def stats(self) -> Stats:
+        return self.tally.stats()

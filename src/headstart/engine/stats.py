@@ -1,0 +1,108 @@
+"""Sums of ``Round`` records: for one sequence, and for the engine as a whole.
+
+Knows: how to add rounds up. Does not know: where they come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from ..types import Round, Stats
+
+__all__ = ["EngineStats", "Tally"]
+
+
+class Tally:
+    """Adds up one sequence's rounds."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self._started: float | None = None
+        self._last = 0.0
+        self._drafted = self._accepted = self._rounds = self._tokens = self._decoded = 0
+        self._draft = self._verify = self._decode = 0.0
+
+    def start(self) -> None:
+        """The first prefill begins now."""
+        self._started = self._last = perf_counter()
+
+    def add(self, r: Round) -> None:
+        self._drafted += r.drafted
+        self._accepted += r.accepted
+        self._rounds += 1
+        self._tokens += r.emitted
+        self._draft += r.draft_seconds
+        self._verify += r.verify_seconds
+        if not r.prefill:
+            self._decoded += r.emitted
+            self._decode += r.round_seconds
+        self._last = perf_counter()
+
+    def stats(self) -> Stats:
+        return Stats(
+            drafted=self._drafted,
+            accepted=self._accepted,
+            rounds=self._rounds,
+            tokens=self._tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            seconds=self._last - self._started if self._started is not None else 0.0,
+            decode_tokens=self._decoded,
+            decode_seconds=self._decode,
+            draft_seconds=self._draft,
+            verify_seconds=self._verify,
+        )
+
+
+@dataclass
+class EngineStats:
+    """Adds up everything an engine did; a door shows it, the benchmark reads it."""
+
+    rounds: int = 0  # target forwards that decoded
+    row_rounds: int = 0  # rounds counted by sequence
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0  # these three: rounds that carried no prompt
+    verify_seconds: float = 0.0
+    round_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    cached_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+    def add(self, rounds: list[Round]) -> None:
+        """The records of one round, one for each of its sequences."""
+        if not rounds:
+            return
+        self.rounds += 1
+        self.row_rounds += len(rounds)
+        self.tokens += sum(r.emitted for r in rounds)
+        self.drafted += sum(r.drafted for r in rounds)
+        self.accepted += sum(r.accepted for r in rounds)
+        if rounds[0].prefill:
+            self.prefill_tokens += rounds[0].prefill
+            self.prefill_seconds += rounds[0].verify_seconds
+            return
+        self.draft_seconds += rounds[0].draft_seconds
+        self.verify_seconds += rounds[0].verify_seconds
+        self.round_seconds += rounds[0].round_seconds
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.tokens / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def overhead_share(self) -> float:
+        """Share of the rounds' time spent in neither model's forward."""
+        if self.round_seconds <= 0:
+            return 0.0
+        return max(0.0, 1.0 - (self.draft_seconds + self.verify_seconds) / self.round_seconds)

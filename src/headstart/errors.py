@@ -1,0 +1,65 @@
+"""Every error Headstart raises on purpose, as one tree.
+
+    HeadstartError
+    ├── InvalidParameter        a caller's value is out of range; ``field`` names it
+    │   └── PromptTooLong       the prompt does not fit the context; the message names the limit
+    ├── ModelRefused            the model (or draft) cannot be served, and why, and what to do
+    ├── ModelNotFound           nothing to load under that name
+    ├── EngineBusy              the waiting queue is full; try again later
+    ├── GenerationFailed        one request went wrong (NaN logits, say); the others go on
+    └── MissingExtra            an optional dependency is not installed; the message says which extra
+
+Knows: how to name a fault. Does not know: who raises it or who shows it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "EngineBusy",
+    "GenerationFailed",
+    "HeadstartError",
+    "InvalidParameter",
+    "MissingExtra",
+    "ModelNotFound",
+    "ModelRefused",
+    "PromptTooLong",
+]
+
+
+class HeadstartError(Exception):
+    """The root: catch this to catch everything Headstart raises on purpose."""
+
+
+class InvalidParameter(HeadstartError, ValueError):
+    """A value is out of range. ``field`` is the parameter's name, and it opens the message."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field} {message}")
+        self.field = field
+
+
+class PromptTooLong(InvalidParameter):
+    """The prompt, or the prompt and ``max_tokens`` together, does not fit the context."""
+
+
+class ModelRefused(HeadstartError):
+    """The model cannot be served. The message says why and what to do instead."""
+
+
+class ModelNotFound(HeadstartError):
+    """No model was found under the given name."""
+
+
+class EngineBusy(HeadstartError):
+    """The waiting queue is full."""
+
+
+class GenerationFailed(HeadstartError):
+    """One request failed while it ran; its neighbours in the batch did not."""
+
+
+class MissingExtra(HeadstartError):
+    """An optional dependency is missing."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs the package {package!r}: pip install 'headstart[{extra}]'")

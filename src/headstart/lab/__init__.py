@@ -1,0 +1,1 @@
+"""The workshop's benches: tools that measure, shape and check models. Only the doors call them."""

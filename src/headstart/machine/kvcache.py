@@ -1,0 +1,337 @@
+"""The slab: every sequence's keys and values in one preallocated buffer a layer, and a length per row.
+
+Knows: where each row's keys lie, which tokens they belong to, and how rows are handed out and kept warm.
+Does not know: what a model, a mask or a request is.
+
+Rollback costs nothing: keys past a row's length are dead and will be overwritten, so forgetting a rejected
+draft is setting a length. Rows are always packed in three zones, so that a batch is a slice and never a gather:
+
+    row   0 ... ready-1 | ready ... ready+filling-1 | ... rows-1
+          ready           filling (being prefilled)   free (still warm)
+
+A row's number therefore changes when its neighbours come and go: ask ``row(key)`` again in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["MARGIN", "Slab", "SlabLayer"]
+
+# Slots past max_len. A padded batch writes at length .. length + width - 1 in every row, also in rows that
+# asked for fewer tokens; those writes must land somewhere.
+MARGIN = 72
+LEAST_MARGIN = 16
+
+
+class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped for us
+    """One layer's keys and values: [rows, kv_heads, capacity, head_dim] each, allocated on the first update."""
+
+    is_sliding = False  # sliding layers keep everything too: the mask hides what is out of the window
+
+    def __init__(self, slab: Slab) -> None:
+        super().__init__()
+        self._slab = slab
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate in the shape, dtype and on the device that the model just used."""
+        # Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN. On the CPU untouched zero
+        # pages cost no memory. Not as inference tensors, because rows are also moved outside inference mode.
+        with torch.inference_mode(False):
+            rows, capacity = self._slab.rows, self._slab.capacity
+            self.keys = key_states.new_zeros((rows, key_states.shape[1], capacity, key_states.shape[3]))
+            self.values = value_states.new_zeros((rows, value_states.shape[1], capacity, value_states.shape[3]))
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write this forward's keys [R, heads, N, dim] where ``begin`` said, and return all live ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slab = self._slab
+        keys = self.keys[slab.first : slab.last, :, : slab.live]
+        values = self.values[slab.first : slab.last, :, : slab.live]
+        if slab.slots is None:  # every row starts at the same slot: a plain copy
+            keys[:, :, slab.start :].copy_(key_states)
+            values[:, :, slab.start :].copy_(value_states)
+        else:
+            # The full slice between the two index tensors puts their [R, N] in front: [R, N, heads, dim].
+            row, slots = slab.scatter_index(key_states.device)
+            keys[row, :, slots] = key_states.transpose(1, 2)
+            values[row, :, slots] = value_states.transpose(1, 2)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self._slab.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._slab.live, 0
+
+    def get_max_length(self) -> int:
+        return self._slab.capacity
+
+    def get_max_cache_shape(self) -> int:  # the name before transformers 5.20
+        return self._slab.capacity
+
+
+class Slab(Cache):  # type: ignore[misc]
+    """Rows of keys and values for up to ``rows`` sequences of up to ``max_len`` tokens.
+
+    ``lengths[row]`` is how many keys of the row are live and ``tokens[row]`` whose they are: always as many.
+    """
+
+    def __init__(self, rows: int, max_len: int, *, margin: int = MARGIN) -> None:
+        super().__init__(layers=[])
+        self.rows = rows
+        self.max_len = max_len
+        self.capacity = max_len + max(margin, LEAST_MARGIN)
+        self.lengths: list[int] = [0] * rows
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._keys: list[str | None] = [None] * rows  # who owns the row; None in the free zone
+        self._row_of: dict[str, int] = {}
+        self._ready = 0
+        self._filling = 0
+        self._released: list[int] = [0] * rows  # when the row was last let go, for choosing which to overwrite
+        self._clock = 0
+        # The forward in progress, set by ``begin``.
+        self.first, self.last, self.start, self.live = 0, rows, 0, 0
+        self.slots: Tensor | None = None  # [R, N] where each token's keys go; None: start .. live in every row
+        self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    # -- one forward ------------------------------------------------------------------------------------------
+
+    def begin(self, rows: slice, starts: Sequence[int], width: int, slots: Tensor | None = None) -> None:
+        """Say where the next forward's keys go: row i's tokens at slots starts[i] .. starts[i] + width - 1.
+
+        ``slots`` [R, N] is the same on the device; needed only when the starts differ.
+        """
+        low, high = min(starts), max(starts)
+        if low < 0 or high + width > self.capacity:
+            raise ValueError(f"tokens {low}..{high + width} do not fit a row of {self.capacity} slots")
+        self.first, self.last = rows.start, rows.stop
+        self.start, self.live = high, high + width
+        if low == high:
+            self.slots = None
+        elif slots is None:
+            raise ValueError("rows that start at different slots need the slots tensor")
+        else:
+            self.slots = slots
+            self._index.clear()
+
+    def allocate_like(self, other: Slab) -> None:
+        """Allocate every layer now, in the shapes of another slab of the same model, so that memory fails early."""
+        for model in other.layers:
+            layer = SlabLayer(self)
+            if model.is_initialized:
+                layer.lazy_initialization(model.keys, model.values)
+            self.layers.append(layer)
+
+    def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row numbers [R, 1] and slots [R, N] of the forward in progress, made once a device."""
+        found = self._index.get(device)
+        if found is None:
+            assert self.slots is not None
+            slots = self.slots.to(device)
+            row = torch.arange(slots.shape[0], device=device)[:, None]
+            found = self._index[device] = (row, slots)
+        return found
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlabLayer(self))
+        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.live, 0
+
+    # -- what a row holds -------------------------------------------------------------------------------------
+
+    def truncate(self, row: int, length: int) -> None:
+        """Roll back: only the first ``length`` keys stay live."""
+        if not 0 <= length <= self.lengths[row]:
+            raise ValueError(f"row {row} holds {self.lengths[row]} tokens and cannot be cut to {length}")
+        self.lengths[row] = length
+        del self.tokens[row][length:]
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """The keys of ``tokens``, already written past the row's end by a forward, become live."""
+        if self.lengths[row] + len(tokens) > self.max_len:
+            raise ValueError(f"row {row} would hold {self.lengths[row] + len(tokens)} tokens of {self.max_len}")
+        self.tokens[row].extend(tokens)
+        self.lengths[row] += len(tokens)
+
+    def keep(self, row: int, start_length: int, path: Sequence[int]) -> None:
+        """After a tree round: move the accepted nodes' keys together, behind the root's.
+
+        The round wrote node i at slot start_length + i (node 0 is the root, the last committed token).
+        ``path`` holds the accepted nodes, root excluded, so 1 <= path[0] < path[1] < ...; node path[i] ends
+        at slot start_length + 1 + i. Does not touch ``lengths``. For a chain there is nothing to move.
+        """
+        count = len(path)
+        if any(node <= before for before, node in zip((0, *path), path, strict=False)):
+            raise ValueError(f"a path holds node numbers above 0 in rising order, not {list(path)}")
+        if not count or path[-1] == count:
+            return
+        target = slice(start_length + 1, start_length + 1 + count)
+        for layer in self.layers:
+            if layer.is_initialized:
+                source = torch.tensor(path, device=layer.device) + start_length
+                for buffer in (layer.keys, layer.values):
+                    buffer[row, :, target] = buffer[row].index_select(1, source)
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows, live keys only."""
+        if a == b:
+            return
+        if self.lengths[a] < self.lengths[b]:
+            a, b = b, a
+        long, short = self.lengths[a], self.lengths[b]
+        for layer in self.layers:
+            if layer.is_initialized and long:
+                for buffer in (layer.keys, layer.values):
+                    kept = buffer[b, :, :short].clone() if short else None
+                    buffer[b, :, :long] = buffer[a, :, :long]
+                    if kept is not None:
+                        buffer[a, :, :short] = kept
+        for column in (self.lengths, self.tokens, self._keys, self._released):
+            column[a], column[b] = column[b], column[a]  # type: ignore[index]
+        for row in (a, b):
+            key = self._keys[row]
+            if key is not None:
+                self._row_of[key] = row
+
+    def scrub(self, row: int) -> None:
+        """Zero a row and forget its tokens. For a row that met NaN: as a masked key it would poison others' sums."""
+        self.truncate(row, 0)
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[row].zero_()
+                layer.values[row].zero_()
+
+    # -- who owns a row ---------------------------------------------------------------------------------------
+
+    @property
+    def ready_keys(self) -> list[str]:
+        """The sequences in the ready zone, in row order: they are rows 0, 1, 2 ..."""
+        return [key for key in self._keys[: self._ready] if key is not None]
+
+    @property
+    def filling_keys(self) -> list[str]:
+        """The sequences being prefilled, in row order."""
+        return [key for key in self._keys[self._ready : self._active] if key is not None]
+
+    @property
+    def free_rows(self) -> int:
+        return self.rows - self._active
+
+    @property
+    def _active(self) -> int:
+        return self._ready + self._filling
+
+    def row(self, key: str) -> int:
+        return self._row_of[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._row_of
+
+    def acquire(self, key: str, prompt: Sequence[int]) -> int:
+        """Give ``key`` a row in the filling zone; returns how many leading prompt tokens are warm in it.
+
+        At most len(prompt) - 1, because the last token must be fed to get logits.
+        """
+        if key in self._row_of:
+            raise ValueError(f"{key!r} already owns row {self._row_of[key]}")
+        if not self.free_rows:
+            raise ValueError("no free row")
+        source, warm = self._warmest(prompt)
+        row = self._victim(source, warm)
+        if warm and row != source:
+            self._copy(source, row, warm)
+        self.lengths[row] = warm
+        self.tokens[row] = list(prompt[:warm])
+        self._keys[row] = key
+        self._row_of[key] = row
+        self.swap(row, self._active)
+        self._filling += 1
+        return warm
+
+    def promote(self, key: str) -> None:
+        """From filling to ready."""
+        row = self._row_of[key]
+        if row < self._ready:
+            raise ValueError(f"{key!r} is already ready")
+        self.swap(row, self._ready)
+        self._ready += 1
+        self._filling -= 1
+
+    def release(self, key: str, *, scrub: bool = False) -> None:
+        """Let the row go. It keeps its tokens, so that a prompt with the same beginning starts warm; see ``scrub``."""
+        row = self._row_of[key]
+        if scrub:
+            self.scrub(row)
+        if row < self._ready:  # to the end of the ready zone, which then ends one row earlier
+            self.swap(row, self._ready - 1)
+            row = self._ready - 1
+            self._ready -= 1
+        else:
+            self._filling -= 1
+        self.swap(row, self._active)  # and behind the filling zone
+        row = self._active
+        self._clock += 1
+        self._released[row] = self._clock
+        self._keys[row] = None
+        del self._row_of[key]
+
+    def _warmest(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The row that shares the longest beginning with the prompt, free ones first, and how long it is."""
+        limit = len(prompt) - 1
+        best_row, best = self._active, 0
+        order = sorted(range(self._active, self.rows), key=self._released.__getitem__)
+        for row in (*order, *range(self._active)):
+            held = self.tokens[row]
+            most = min(limit, len(held))
+            if most <= best or list(prompt[:best]) != held[:best]:
+                continue
+            shared = best
+            while shared < most and prompt[shared] == held[shared]:
+                shared += 1
+            if shared > best:
+                best_row, best = row, shared
+        return best_row, best
+
+    def _victim(self, source: int, warm: int) -> int:
+        """The free row to use: the source itself if most of it is reused, else the one let go the longest ago."""
+        if source >= self._active and warm and 2 * warm >= self.lengths[source]:
+            return source
+        return min(range(self._active, self.rows), key=self._released.__getitem__)
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[target, :, :length] = layer.keys[source, :, :length]
+                layer.values[target, :, :length] = layer.values[source, :, :length]
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert 0 <= self._ready and 0 <= self._filling and self._active <= self.rows
+        owned = {key: row for row, key in enumerate(self._keys) if key is not None}
+        assert owned == self._row_of, "the two indexes of owners differ"
+        assert sorted(owned.values()) == list(range(self._active)), "the zones are not packed"
+        for row in range(self.rows):
+            assert self.lengths[row] == len(self.tokens[row]), f"row {row}: length and tokens differ"
+            assert self.lengths[row] <= self.max_len, f"row {row} is too long"
+        for layer in self.layers:
+            if layer.is_initialized:
+                assert layer.keys.shape[0] == self.rows and layer.keys.shape[2] == self.capacity
+                assert layer.values.shape[0] == self.rows and layer.values.shape[2] == self.capacity

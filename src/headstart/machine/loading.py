@@ -1,0 +1,363 @@
+"""A model's name -> the model, its tokenizer, and a report of what it can and cannot do, and why.
+
+Knows: where models come from (a folder, the hub, a GGUF file, a live object) and which kinds cannot be served.
+Does not know: how a model is run, or the embedded default.
+
+Weights are read from safetensors or GGUF only. Pickle runs code when it is read, so it is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as hf_logging
+
+from ..errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
+from .runner import attention_kinds, context_limit
+
+__all__ = ["Capability", "Loaded", "capability", "eos_ids", "load", "quiet", "read_gguf", "same_tokenizer"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SERVED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_INSTEAD = "use a decoder-only model with rotary or learned positions, such as Llama, Qwen, Mistral, Gemma or SmolLM"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a model is and whether it can be served. ``reasons`` says why not; ``notes`` what to keep in mind."""
+
+    architecture: str
+    parameters: int
+    bytes: int
+    layers: int
+    vocab_size: int  # rows of the output head
+    tokenizer_size: int | None  # ids the tokenizer knows; the head may have more
+    max_context: int | None
+    sliding_window: int | None
+    dtype: str
+    device: str
+    supported: bool
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to be run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    report: Capability
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: Any = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> Loaded:
+    """Load a model from a folder, a ``.gguf`` file or the Hugging Face hub, or take a live one as it is.
+
+    ``dtype="auto"`` is the checkpoint's on a GPU and float32 on the CPU; ``device`` defaults to the GPU if there is
+    one. ``token`` (or HF_TOKEN) opens gated repositories. Raises ``ModelRefused`` or ``ModelNotFound``.
+    """
+    wanted = _dtype(dtype)
+    remote = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    if trust_remote_code:
+        warnings.warn("trust_remote_code is on: code from the model's repository will run here", stacklevel=2)
+        remote["trust_remote_code"] = True
+    if isinstance(model, PreTrainedModel):
+        ready, own = model, None
+        _refuse(_refusals(ready.config, type(ready)))
+        if device is not None or wanted is not None:
+            ready = ready.to(device=device, dtype=wanted)
+    else:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if wanted is None and place.type == "cpu" and device_map is None:
+            wanted = torch.float32
+        ready, own = _fetch(model, wanted, device_map, remote)
+        if device_map is None:
+            ready = ready.to(place)
+    if isinstance(tokenizer, (str, Path)):
+        own = _tokenizer(str(tokenizer), remote)
+    elif tokenizer is not None:
+        own = tokenizer
+    report = capability(ready, own)
+    _refuse(report.reasons)
+    return Loaded(ready.eval(), own, report)
+
+
+def capability(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Capability:
+    """Describe a live model, and say whether it can be served."""
+    config = model.config.get_text_config(decoder=True)
+    reasons = _refusals(model.config, type(model))
+    head = model.get_output_embeddings()
+    vocabulary = int(getattr(head, "out_features", 0) or getattr(config, "vocab_size", 0))
+    size = len(tokenizer) if tokenizer is not None else None
+    if size is not None and size > vocabulary and not reasons:
+        reasons = (f"the tokenizer knows {size} tokens but the model only {vocabulary}: they do not belong together",)
+    limit = context_limit(config)
+    stated = getattr(config, "max_position_embeddings", None)
+    notes = []
+    if tokenizer is None:
+        notes.append("no tokenizer: prompts must be token ids")
+    if size is not None and size < vocabulary:
+        notes.append(f"the output head has {vocabulary - size} more rows than the tokenizer; those ids are never emitted")
+    if limit is not None and stated is not None and limit < stated:
+        notes.append(f"served up to {limit} tokens, not {stated}: beyond that its rotation depends on the batch")
+    windows = [reach for kind, reach in attention_kinds(config).items() if kind == "sliding_attention" and reach]
+    weights = list(model.parameters())
+    return Capability(
+        architecture=type(model).__name__,
+        parameters=sum(weight.numel() for weight in weights),
+        bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+        layers=int(getattr(config, "num_hidden_layers", 0)),
+        vocab_size=vocabulary,
+        tokenizer_size=size,
+        max_context=limit,
+        sliding_window=windows[0] if windows else None,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        supported=not reasons,
+        reasons=reasons,
+        notes=tuple(notes),
+    )
+
+
+def eos_ids(loaded: Loaded) -> tuple[int, ...]:
+    """Every id that ends an answer: the generation config's, and the tokenizer's own."""
+    found: set[int] = set()
+    generation = getattr(loaded.model, "generation_config", None)
+    for source in (generation, loaded.model.config.get_text_config(decoder=True), loaded.tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(token for token in found if 0 <= token < loaded.report.vocab_size))
+
+
+def same_tokenizer(a: Loaded, b: Loaded) -> str | None:
+    """Why b's token ids do not mean what a's mean, or None when they do. Without tokenizers only sizes can be compared."""
+    if a.tokenizer is None or b.tokenizer is None:
+        if a.report.vocab_size == b.report.vocab_size:
+            return None
+        return f"their vocabularies have {a.report.vocab_size} and {b.report.vocab_size} tokens"
+    mine, other = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
+    if mine == other:
+        return None
+    if len(mine) != len(other):
+        return f"they use different tokenizers, of {len(mine)} and {len(other)} tokens"
+    of_mine = {number: text for text, number in mine.items()}
+    of_other = {number: text for text, number in other.items()}
+    first = min(number for number in of_mine.keys() | of_other.keys() if of_mine.get(number) != of_other.get(number))
+    return (
+        f"they use different tokenizers: token {first} is {of_mine.get(first)!r} in the one "
+        f"and {of_other.get(first)!r} in the other"
+    )
+
+
+def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read a GGUF file into an ordinary model. Quantized weights become ordinary numbers again (``dtype``, float32)."""
+    if find_spec("gguf") is None:
+        raise MissingExtra("gguf", "gguf")
+    # Not from_pretrained(gguf_file=...), which wants the package accelerate for this; the reader itself does not.
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with quiet(), redirect_stderr(io.StringIO()):  # the reader draws a bar that cannot be switched off
+        settings = dict(load_gguf_checkpoint(str(path))["config"])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        _refuse(_refusals(config, _model_class(config)))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
+        weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        missing, _ = model.load_state_dict(weights, strict=False)
+        model.tie_weights()
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        lost = [name for name in missing if name not in tied]
+        if lost:
+            raise ModelRefused(f"{path.name} lacks weights that {type(model).__name__} needs, such as {lost[0]}")
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    return model, tokenizer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars: reading local weights takes seconds, and their bars would cut through a program's output."""
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+# -- where it comes from ------------------------------------------------------------------------------------------
+
+
+def _fetch(
+    name: str | Path, dtype: torch.dtype | None, device_map: Any, remote: dict[str, Any]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFound(f"there is no file {path}")
+        return read_gguf(path, dtype)
+    if device_map is not None and find_spec("accelerate") is None:
+        raise MissingExtra("accelerate", "placement")
+    if path.is_dir():
+        _check_folder(path)
+        with quiet():
+            return _pretrained(str(path), dtype, device_map, remote), _tokenizer(str(path), remote)
+    if isinstance(name, Path) or str(name).startswith(("/", "./", "../", "~")) or str(name).count("/") > 1:
+        raise ModelNotFound(f"there is no folder {path}")
+    return _pretrained(str(name), dtype, device_map, remote), _tokenizer(str(name), remote)
+
+
+def _check_folder(path: Path) -> None:
+    """Say what is wrong with a folder before transformers does in many more words."""
+    names = os.listdir(path)
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise ModelRefused(f"{path} is an adapter, not a model: merge it into its base model first (peft merge_and_unload)")
+    if "config.json" not in names:
+        gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
+        hint = f"; to use the GGUF file in it, name {path / gguf}" if gguf else ""
+        raise ModelNotFound(f"{path} holds no model (no config.json){hint}")
+    if not any(name.endswith(".safetensors") for name in names):
+        if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+            raise ModelRefused(_PICKLE.format(name=path))
+        raise ModelNotFound(f"{path} holds no weights (no .safetensors file)")
+
+
+_PICKLE = (
+    "{name} has its weights in pickle files, which can run any code when they are read; convert them where you trust "
+    "them: AutoModelForCausalLM.from_pretrained(old).save_pretrained(new) writes safetensors"
+)
+
+
+def _pretrained(name: str, dtype: torch.dtype | None, device_map: Any, remote: dict[str, Any]) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(name, **remote)
+        _refuse(_refusals(config, _model_class(config)))  # before gigabytes are read
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype or "auto", device_map=device_map, use_safetensors=True, **remote
+        )
+    except (OSError, ValueError) as error:
+        raise _explained(name, error) from error
+    return model
+
+
+def _explained(name: str, error: Exception) -> Exception:
+    """transformers' error in one sentence, as the fault it is."""
+    text = " ".join(str(error).split())
+    if "safetensors" in text and "no file" in text or "does not appear to have a file named model.safetensors" in text:
+        return ModelRefused(_PICKLE.format(name=name) + " (or its repository holds no weights at all)")
+    if "trust_remote_code" in text:
+        return ModelRefused(
+            f"{name} needs code from its own repository; if you have read it and trust it, pass trust_remote_code=True"
+        )
+    if "gated" in text or "401" in text or "403" in text:
+        return ModelNotFound(f"{name} cannot be opened: accept its terms on huggingface.co and set HF_TOKEN ({text[:200]})")
+    if isinstance(error, OSError):
+        return ModelNotFound(f"no model {name!r}: not a folder here, and not found on the Hugging Face hub ({text[:200]})")
+    return ModelRefused(f"transformers cannot load {name}: {text[:300]}")
+
+
+def _tokenizer(name: str, remote: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    path = Path(name)
+    if path.is_dir() and not any((path / file).exists() for file in _TOKENIZER_FILES):
+        return None
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **remote)
+    except (OSError, ValueError) as error:
+        if path.is_dir():
+            raise ModelRefused(f"the tokenizer in {name} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        return None  # a hub repository without one; the report says so
+    return found
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        return None
+    if name not in _DTYPES:
+        raise InvalidParameter("dtype", f"must be 'auto' or one of {', '.join(_DTYPES)}, not {dtype!r}")
+    return _DTYPES[name]
+
+
+# -- what cannot be served ----------------------------------------------------------------------------------------
+
+
+def _refuse(reasons: tuple[str, ...]) -> None:
+    if reasons:
+        raise ModelRefused("; ".join(reasons))
+
+
+def _model_class(config: Any) -> type | None:
+    try:
+        found: type | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except (ImportError, AttributeError):  # the family needs a package that is not here
+        return None
+    return found
+
+
+def _refusals(config: Any, model_class: type | None) -> tuple[str, ...]:
+    """Why a model of this config cannot be served: a sentence each, with what to do."""
+    name = model_class.__name__ if model_class is not None else str(config.model_type)
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        return (
+            f"{name} is an encoder-decoder: it reads the prompt with one network and answers with another, and only "
+            f"the continuation of one text can be drafted here; {_INSTEAD}",
+        )
+    own_code = bool(getattr(config, "auto_map", None))
+    written = [str(each) for each in getattr(config, "architectures", None) or ()]
+    masked = written and all("MaskedLM" in each for each in written)
+    if masked or (model_class is None and not own_code):
+        return (f"{name} has no causal language model head: it cannot continue a text; {_INSTEAD}",)
+    if model_class is not None and not hasattr(model_class, "get_output_embeddings"):
+        return (f"{name} has no output head over a vocabulary; {_INSTEAD}",)
+    odd = sorted(kind for kind in attention_kinds(text) if kind not in _SERVED_KINDS)
+    if getattr(model_class, "_is_stateful", False) or odd:
+        what = f"layers of another kind ({', '.join(odd)})" if odd else "recurrent layers"
+        return (
+            f"{name} has {what}, whose running state cannot be rolled back to before a rejected draft; {_INSTEAD}",
+        )
+    attention = getattr(text, "attn_config", None)
+    alibi = (
+        getattr(text, "alibi", False)
+        or getattr(attention, "alibi", False)
+        or getattr(text, "position_embedding_type", None) == "alibi"
+        or text.model_type in ("bloom", "mpt")
+    )
+    if alibi:
+        return (
+            f"{name} uses ALiBi, which reads positions off the cache's layout and ignores the ones it is given, so rows "
+            f"of different lengths cannot be run together; {_INSTEAD}",
+        )
+    return ()

@@ -1,0 +1,120 @@
+"""The shape of a batch of drafts.
+
+Knows: who is whose parent, how deep, and in which order a tree is walked.
+Does not know: tokens or probabilities.
+
+Node 0 is the last committed token (the root), node i + 1 is drafted token i. Rows shorter than the longest are padded
+with invalid nodes. A chain is a tree with one branch; it is the common case and is built without a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["Topology"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """R drafts of at most N tokens. Padding nodes hang from the root and see only themselves and it (in a chain: all
+    that stands before them); nothing that is valid ever sees them."""
+
+    parent: Tensor  # [R, N+1] int64: parent node; parent[:, 0] = 0
+    depth: Tensor  # [R, N+1] int64: root 0
+    valid: Tensor  # [R, N+1] bool
+    ancestors: Tensor  # [R, N+1, N+1] bool: [r, i, j] = node j lies on the path root..i, both ends included
+    events: Tensor  # [R, 2N] int64: depth-first order: +i enter node i, -i leave node i, 0 nothing
+    is_chain: bool  # every row is a chain (maybe of different lengths)
+
+    @staticmethod
+    def chain(lengths: Sequence[int], device: torch.device | str, width: int | None = None) -> Topology:
+        """Chains of these many drafted tokens. ``width`` pads to more nodes than the longest needs (root included)."""
+        longest = max(lengths, default=0)
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"draft lengths must not be negative: {list(lengths)}")
+        if width is not None:
+            if width <= longest:
+                raise ValueError(f"a width of {width} nodes cannot hold a draft of {longest} tokens and the root")
+            longest = width - 1
+        rows = len(lengths)
+        node = torch.arange(longest + 1, device=device)
+        valid = node <= torch.tensor(lengths, dtype=torch.int64, device=device).unsqueeze(1)
+        inside = valid[:, 1:]
+        down = torch.where(inside, node[1:], 0)
+        square = node.unsqueeze(0) <= node.unsqueeze(1)
+        return Topology(
+            parent=(node - 1).clamp_min(0).expand(rows, -1),
+            depth=node.expand(rows, -1),
+            valid=valid,
+            ancestors=square.expand(rows, -1, -1),
+            events=torch.cat([down, -down.flip(1)], 1),
+            is_chain=True,
+        )
+
+    @staticmethod
+    def of(parents: Sequence[tuple[int, ...]], device: torch.device | str) -> Topology:
+        """Trees in ``Proposal.parents``' convention: the parent's index among the drafted tokens, -1 for the root."""
+        shapes = [_shape(tuple(row)) for row in parents]
+        if all(shape.is_chain for shape in shapes):
+            return Topology.chain([len(row) for row in parents], device)
+        rows, width = len(parents), max(len(row) for row in parents) + 1
+        parent = torch.zeros(rows, width, dtype=torch.int64)
+        depth = torch.zeros(rows, width, dtype=torch.int64)
+        valid = torch.zeros(rows, width, dtype=torch.bool)
+        ancestors = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1)
+        ancestors[:, :, 0] = True
+        events = torch.zeros(rows, 2 * (width - 1), dtype=torch.int64)
+        for row, shape in enumerate(shapes):
+            n = len(shape.parent)
+            parent[row, :n] = torch.tensor(shape.parent)
+            depth[row, :n] = torch.tensor(shape.depth)
+            valid[row, :n] = True
+            ancestors[row, :n, :n] = torch.tensor(shape.ancestors)
+            events[row, : 2 * (n - 1)] = torch.tensor(shape.events, dtype=torch.int64)
+        move = (parent.to(device), depth.to(device), valid.to(device), ancestors.to(device), events.to(device))
+        return Topology(*move, is_chain=False)
+
+    @property
+    def width(self) -> int:
+        """Nodes a row, the root included: N + 1."""
+        return self.parent.shape[1]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One row's tree, as plain numbers with the root as node 0."""
+
+    parent: tuple[int, ...]
+    depth: tuple[int, ...]
+    ancestors: tuple[tuple[bool, ...], ...]
+    events: tuple[int, ...]
+    is_chain: bool
+
+
+@lru_cache(maxsize=256)  # drafters with a fixed tree ask for the same one every round
+def _shape(parents: tuple[int, ...]) -> _Shape:
+    for child, above in enumerate(parents):
+        if not -1 <= above < child:
+            raise ValueError(f"token {child} names parent {above}; a parent must stand before its child")
+    parent = (0, *(above + 1 for above in parents))
+    depth, children = [0], [[] for _ in parent]  # type: tuple[list[int], list[list[int]]]
+    lines = [{0}]
+    for node in range(1, len(parent)):
+        depth.append(depth[parent[node]] + 1)
+        children[parent[node]].append(node)
+        lines.append(lines[parent[node]] | {node})
+    events: list[int] = []
+    waiting = children[0][::-1]  # a stack, so that a deep chain cannot exhaust Python's own
+    while waiting:
+        node = waiting.pop()
+        events.append(node)
+        if node > 0:
+            waiting.append(-node)
+            waiting.extend(reversed(children[node]))
+    table = tuple(tuple(other in line for other in range(len(parent))) for line in lines)
+    return _Shape(parent, tuple(depth), table, tuple(events), parents == tuple(range(-1, len(parents) - 1)))

@@ -1,0 +1,101 @@
+"""Engines for tests: the real engine over a table model or tiny Hugging Face models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headstart.config import EngineConfig
+from headstart.controller import AdaptiveController, Controller, FixedController
+from headstart.drafters.base import Drafter
+from headstart.drafters.lookup import LookupDrafter
+from headstart.drafters.model import ModelDrafter
+from headstart.engine.engine import Engine
+from headstart.engine.sequence import TextSink
+from headstart.machine.runner import ModelRunner
+from headstart.testing import ScriptedDrafter, TableRunner
+from headstart.types import Completion, DraftView, Proposal, Request, SamplingParams
+
+
+def table(vocabulary: int, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(vocabulary, vocabulary, vocabulary, generator=generator) * spread
+
+
+def table_engine(
+    target: torch.Tensor,
+    drafter: Drafter | None,
+    *,
+    gamma: int = 3,
+    rows: int = 4,
+    max_len: int = 64,
+    eos: Sequence[int] = (),
+    vocab_size: int | None = None,
+    controller: Controller | None = None,
+    text: Callable[[Request], TextSink] | None = None,
+    prefill_chunk: int = 16,
+) -> Engine:
+    runner = TableRunner(target, rows=rows, max_len=max_len, margin=gamma + 20)
+    config = EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk)
+    return Engine(
+        runner,
+        drafter,
+        controller if controller is not None else FixedController(gamma),
+        config,
+        vocab_size=vocab_size if vocab_size is not None else target.shape[-1],
+        eos=eos,
+        text=text,
+    )
+
+
+def table_draft(draft: torch.Tensor, *, rows: int = 4, max_len: int = 64, gamma: int = 3) -> ModelDrafter:
+    """A draft language model that is another table."""
+    runner = TableRunner(draft, rows=rows, max_len=max_len, margin=gamma + 20)
+    return ModelDrafter(runner, vocab_size=draft.shape[-1], width=draft.shape[-1])
+
+
+def tree_drafter(draft: torch.Tensor) -> ScriptedDrafter:
+    """Draws a point tree: the two likeliest tokens, and below the second one its likeliest."""
+
+    def guess(view: DraftView, budget: int) -> Proposal | None:
+        if budget < 3:
+            return None
+        tokens = view.tokens
+        before = tokens[-2] if len(tokens) > 1 else 0
+        first, second = draft[before, tokens[-1]].topk(2).indices.tolist()
+        below = int(draft[tokens[-1], second].argmax())
+        last = int(draft[second, below].argmax())
+        return Proposal((first, second, below, last)[: budget + 1], (-1, -1, 1, 2)[: budget + 1])
+
+    return ScriptedDrafter(guess)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    return [handle.completion() for handle in handles]
+
+
+def drafters(draft_runner: Callable[[], ModelRunner], width: int) -> dict[str, Callable[[], Drafter | None]]:
+    """Every drafter of the house, made fresh."""
+    return {
+        "none": lambda: None,
+        "lookup": LookupDrafter,
+        "model": lambda: ModelDrafter(draft_runner(), vocab_size=width, width=width),
+    }
+
+
+__all__ = [
+    "AdaptiveController",
+    "Completion",
+    "Request",
+    "SamplingParams",
+    "drafters",
+    "run",
+    "table",
+    "table_draft",
+    "table_engine",
+    "tree_drafter",
+]

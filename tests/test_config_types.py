@@ -1,0 +1,101 @@
+"""Floor 0: every value out of range is one clear error that names its field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from headstart.config import Config
+from headstart.errors import HeadstartError, InvalidParameter
+from headstart.types import Proposal, SamplingParams
+
+BAD: list[tuple[str, Any]] = [
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("min_p", -0.01),
+    ("min_p", 1.5),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", math.nan),
+    ("max_tokens", 0),
+    ("max_tokens", True),
+    ("min_tokens", -1),
+    ("min_tokens", 129),
+    ("n", 0),
+    ("n", 65),
+    ("logprobs", -1),
+    ("logprobs", 51),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("seed", 1.0),
+    ("stop", [""]),
+    ("stop", ["a"] * 17),
+    ("stop", ["a" * 1001]),
+    ("stop", [3]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["x"]),
+    ("logit_bias", {1: 101.0}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {1: math.nan}),
+    ("verification", "exact"),
+    ("ignore_eos", 1),
+    ("speculate", "yes"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_bad_sampling_values_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(field)
+    assert isinstance(caught.value, (HeadstartError, ValueError))
+
+
+def test_good_sampling_values_pass() -> None:
+    params = SamplingParams(temperature=0, top_k=-1, stop="end", logit_bias={3: -100}, seed=2**64 - 1, logprobs=0)
+    assert params.greedy
+    assert params.top_k == 0
+    assert params.stop == ("end",)
+
+
+def test_unknown_ids_are_refused_where_the_vocabulary_is_known() -> None:
+    for params, field in (
+        (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
+        (SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
+    ):
+        params.check_vocabulary(101)
+        with pytest.raises(InvalidParameter) as caught:
+            params.check_vocabulary(100)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gamma", 0), ("gamma", 65), ("gamma", "fast"), ("max_rows", 0), ("max_model_len", 1), ("prefill_chunk", 0)],
+)
+def test_bad_settings_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        Config.of({field: value})
+    assert caught.value.field == field
+
+
+def test_unknown_settings_are_an_error() -> None:
+    with pytest.raises(InvalidParameter, match="max_row "):
+        Config.of({"max_row": 3})
+
+
+def test_a_chain_knows_that_it_is_one() -> None:
+    assert Proposal.chain([4, 5, 6]).is_chain
+    assert not Proposal((4, 5), (-1, -1)).is_chain
