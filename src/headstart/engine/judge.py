@@ -94,18 +94,18 @@ def _judge_group(group: Group, logits: torch.Tensor, batch: Batch, vocab_size: i
 
     if group == "greedy":
         targets = argmaxes(logits, warp, **around)
-        return _to_host(coupled_rule(targets, batch.tokens[:, 1:], batch.topology), batch)
+        return _to_host(coupled_rule(targets, batch.tokens, batch.topology), batch)
 
     p = probabilities(logits, warp, **around)
     seeds = noise.seeds([s.seed for s in sequences], device)
     base = torch.tensor([len(s.tokens) for s in sequences], device=device)
-    chance = CounterChance(seeds, base)
+    chance = CounterChance(seeds, base, batch.width)
     if group == "coupled":
         targets = chance.targets(p, batch.topology.depth)
-        return _to_host(coupled_rule(targets, batch.tokens[:, 1:], batch.topology), batch)
+        return _to_host(coupled_rule(targets, batch.tokens, batch.topology), batch)
     rule = token_rule if group == "token" else block_rule
     kinds: list[Draw] = [proposal.draw if proposal is not None else "point" for proposal in batch.proposals]
-    verdicts = rule(p, _stack_q(batch, p.shape[-1]), batch.tokens[:, 1:], batch.topology, kinds, chance)
+    verdicts = rule(p, _stack_q(batch, p.shape[-1]), batch.tokens, batch.topology, kinds, chance)
     return _to_host(verdicts, batch)
 
 

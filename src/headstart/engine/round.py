@@ -61,12 +61,13 @@ def play(parts: Parts, sequences: list[Sequence], first_row: int) -> list[Round]
     # Commit.
     kept = [0] * len(sequences)
     for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
+        row = first_row + i
         if verdict is None:
             sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
             continue
-        slab.keep(first_row + i, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
+        slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
         kept[i] = sequence.commit(_emissions(sequence, proposals[i], verdict, logits[i], parts.vocab_size))
-        slab.extend(first_row + i, sequence.tokens[lengths[i] : -1])
+        slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
     if parts.drafter is not None:
         parts.drafter.commit(sequences, verdicts)
 

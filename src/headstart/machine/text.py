@@ -1,27 +1,22 @@
 """Text to token ids and back: prompts, chats, and the text of a running answer.
 
-Knows: one Hugging Face tokenizer and its chat template; which ids are control tokens; how to turn a stream of ids
-into a stream of text that is never taken back; how to find a stop string before any of it has left the house.
-Does not know: models, requests, sampling, or which ids end an answer (``machine/loading.py`` does).
+Knows: one Hugging Face tokenizer and its chat template; how to turn a stream of ids into a stream of text that is
+never taken back; how to find a stop string before any of it has left the house.
+Does not know: models, requests, sampling, which ids end an answer (``machine/loading.py`` does), or how a chat is
+kept from being forged (``machine/guard.py`` does).
 
-Two promises:
-    A control token in a chat comes from the template, never from what somebody wrote in a message.
-    A character that is split over tokens is shown when it is complete. U+FFFD appears only where the ids really
-    hold broken UTF-8, or that very character.
+A character that is split over tokens is shown when it is complete. U+FFFD appears only where the ids really hold
+broken UTF-8, or that very character.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
-
 from ..errors import InvalidParameter, ModelRefused
+from .guard import ControlGuard
 
 __all__ = ["Detokenizer", "StopChecker", "TextCodec", "TextStream"]
 
@@ -39,11 +34,8 @@ class TextCodec:
         self._tokenizer = tokenizer
         # None for tokenizers that are written in Python
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._added: dict[int, Any] = dict(tokenizer.added_tokens_decoder)
-        marked = {token for token, added in self._added.items() if added.special}
-        self.special_ids: frozenset[int] = frozenset(marked | set(tokenizer.all_special_ids))
-        # Drawn once and never shown, so that nobody can write a name that is built from it into a message
-        self._nonce = secrets.token_hex(16)
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self.special_ids: frozenset[int] = frozenset(special | set(tokenizer.all_special_ids))
 
     @property
     def vocab_size(self) -> int:
@@ -72,11 +64,19 @@ class TextCodec:
         """Messages through the tokenizer's own chat template, up to where the assistant's answer begins."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ModelRefused("this model has no chat template: use generate with a raw prompt instead of chat")
-        plain = _check_messages(messages)
-        spans = [list(self._suspects(message["content"])) for message in plain]
-        if not any(spans):
-            return self._encode_bare(self._render(plain))
-        return self._encode_guarded(plain, spans)
+        checked = _check_messages(messages)
+        marked, found = [], set()
+        for message in checked:
+            content, suspects = self._guard.mark(message["content"], own_words=message["role"] == "assistant")
+            marked.append({**message, "content": content})
+            found |= suspects
+        if not found:
+            return self._encode_bare(self._render(checked))
+        return self._guard.encode(self._render(marked), found)
+
+    @cached_property
+    def _guard(self) -> ControlGuard:
+        return ControlGuard(self._tokenizer)
 
     def _encode_bare(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -89,145 +89,6 @@ class TextCodec:
         except Exception as error:  # the template's own complaint (the order of roles, say), or its own fault
             raise InvalidParameter("messages", f"do not fit the model's chat template: {error}") from error
         return str(text)
-
-    # Control tokens that somebody wrote into a message. Such a string is wrapped in marks that nobody can guess, so
-    # that after the template has run it is known which control tokens are the template's. Those get other names,
-    # in a copy of the tokenizer that knows control tokens by these names only; the rest of the text is plain to it.
-
-    @cached_property
-    def _control(self) -> dict[str, int]:
-        """Control strings and their ids: the special tokens, and the other added tokens that the template writes."""
-        template = str(self._tokenizer.get_chat_template())
-        found = {
-            added.content: token
-            for token, added in self._added.items()
-            if added.special or (added.content in template and not added.content.isspace())
-        }
-        for content, token in zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True):
-            found.setdefault(str(content), token)
-        return {content: token for content, token in found.items() if content}
-
-    @cached_property
-    def _control_pattern(self) -> re.Pattern[str]:
-        """Any control string; the longest first, as the tokenizer matches them."""
-        return re.compile("|".join(map(re.escape, sorted(self._control, key=len, reverse=True))) or r"(?!)")
-
-    @cached_property
-    def _edges(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Every proper beginning, and every proper ending, of a control string."""
-        heads = frozenset(content[:k] for content in self._control for k in range(1, len(content)))
-        tails = frozenset(content[k:] for content in self._control for k in range(1, len(content)))
-        return heads, tails
-
-    def _suspects(self, content: str) -> Iterator[tuple[int, int]]:
-        """Spans of a message that are a control string, or could become one with what the template puts around."""
-        start, stop = len(content) - len(content.lstrip()), len(content.rstrip())  # templates may strip a message
-        core = content[start:stop]
-        longest = max(map(len, self._control), default=0)
-        if core and len(core) < longest and any(core in control for control in self._control):
-            yield start, stop
-            return
-        heads, tails = self._edges
-        reach = range(min(longest - 1, len(core)), 0, -1)
-        before = next((k for k in reach if core[:k] in tails), 0)
-        after = next((k for k in reach if core[len(core) - k :] in heads), 0)
-        inner = [match.span() for match in self._control_pattern.finditer(content)]
-        if before and (not inner or inner[0][0] >= start + before):
-            yield start, start + before
-        yield from inner
-        taken = max(inner[-1][1] if inner else 0, start + before)
-        if after and taken <= stop - after:
-            yield stop - after, stop
-
-    def _encode_guarded(self, messages: list[dict[str, str]], spans: list[list[tuple[int, int]]]) -> list[int]:
-        opening, closing = f"o{self._nonce}o", f"c{self._nonce}c"
-        wrapped: set[str] = set()
-        marked = []
-        for message, found in zip(messages, spans, strict=True):
-            content, done = "", 0
-            for start, stop in found:
-                piece = message["content"][start:stop]
-                wrapped.add(piece)
-                content += message["content"][done:start] + opening + piece + closing
-                done = stop
-            marked.append({**message, "content": content + message["content"][done:]})
-        # First what the message wrote, so that only the template's own control strings are left for the second half
-        literal = "|".join(map(re.escape, sorted(wrapped, key=len, reverse=True)))
-        pattern = re.compile(f"{opening}({literal}){closing}|({self._control_pattern.pattern})")
-        parts: list[str | int] = []
-        done = 0
-        text = self._render(marked)
-        for match in pattern.finditer(text):
-            parts += [text[done : match.start()], self._control[match[2]] if match[2] else match[1]]
-            done = match.end()
-        parts.append(text[done:])
-        # A template that cuts a message at a control string (a reasoning model's) leaves half a pair of marks
-        parts = [p.replace(opening, "").replace(closing, "") if isinstance(p, str) else p for p in parts]
-        return self._encode_parts(parts)
-
-    def _encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Text (str) in which nothing is a control token, and control tokens (int)."""
-        control = frozenset(self._control.values()) - {self._tokenizer.unk_token_id}  # unknown characters are no attack
-        if self._backend is None:
-            return self._encode_parts_python(parts, control)
-        backend, ids_of = self._guarded
-        text = "".join(self._name(part) if isinstance(part, int) else part for part in parts)
-        ids: list[int] = []
-        for token in backend.encode(text, add_special_tokens=False).ids:
-            if token in ids_of:
-                ids.append(ids_of[token])
-            elif token in control:  # a Unigram model finds "</s>" in its own vocabulary
-                ids += self._spell(backend, token, control)
-            else:
-                ids.append(token)
-        return ids
-
-    def _encode_parts_python(self, parts: Sequence[str | int], control: frozenset[int]) -> list[int]:
-        ids: list[int] = []
-        run = ""
-        for part in [*parts, None]:
-            if isinstance(part, str):
-                run += part
-                continue
-            if run:
-                plain = self._tokenizer.encode(run, add_special_tokens=False, split_special_tokens=True)
-                if control.intersection(plain):
-                    raise InvalidParameter("messages", "hold a control token that cannot be written as plain text")
-                ids += plain
-                run = ""
-            if part is not None:
-                ids.append(part)
-        return ids
-
-    def _name(self, token: int) -> str:
-        """A control token's name in the guarded copy."""
-        return f"n{self._nonce}{token}n"
-
-    @cached_property
-    def _guarded(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the backend in which control tokens go by secret names, and the true ids of its added tokens."""
-        spec = json.loads(self._backend.to_str())
-        spec.update(added_tokens=[], truncation=None, padding=None)
-        backend: Any = Tokenizer.from_str(json.dumps(spec))
-        ids_of: dict[int, int] = {}
-        secret = set(self._control.values())
-        for token, added in sorted(self._backend.get_added_tokens_decoder().items()):
-            name = self._name(token) if token in secret else added.content
-            flags = {flag: getattr(added, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
-            backend.add_tokens([AddedToken(name, special=False, **flags)])
-            ids_of[backend.token_to_id(name)] = token
-        if missing := secret - set(ids_of.values()):
-            raise ModelRefused(f"the tokenizer's control tokens {sorted(missing)} cannot be told from text")
-        return backend, ids_of
-
-    def _spell(self, backend: Any, token: int, control: frozenset[int]) -> list[int]:
-        """The text of a control token in smaller pieces of the same vocabulary."""
-        piece = backend.id_to_token(token)
-        for cut in range(1, len(piece)):
-            ids = [part.id for half in (piece[:cut], piece[cut:]) for part in backend.model.tokenize(half)]
-            if not control.intersection(ids):
-                return ids
-        raise InvalidParameter("messages", f"hold {piece!r}, which this tokenizer cannot write as plain text")
 
 
 def _check_text(field: str, text: object) -> None:
@@ -280,7 +141,7 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._codec.decode(self._window)
         stable = text.rstrip(_REPLACEMENT)  # any of these may be the beginning of a character
-        piece, held = stable[self._shown :], text[len(stable) :]
+        piece, held = stable[self._shown :], text[max(self._shown, len(stable)) :]
         if piece and not held:  # without new text the id may be half a character that the tokenizer shows as nothing
             self._rebase(self._window[self._context :])
         elif len(self._window) - self._context > _HOLD:  # broken UTF-8: show it, but for the last character

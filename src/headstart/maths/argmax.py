@@ -25,10 +25,12 @@ def argmax(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or size < _SMALL:
         return x.argmax(-1)
     whole = size - size % _BLOCK
-    peaks = x[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)  # [.., V // 256]
+    blocks = x[..., :whole].reshape(*x.shape[:-1], whole // _BLOCK, _BLOCK)  # a view, even of a slice of the vocabulary
+    peaks = blocks.amax(-1)  # [.., V // 256]
     if whole < size:
         peaks = torch.cat([peaks, x[..., whole:].amax(-1, keepdim=True)], -1)
     start = peaks.argmax(-1, keepdim=True) * _BLOCK  # [.., 1]
     # A short last block repeats the last token; the first index wins, so the copies never do.
     places = (start + torch.arange(_BLOCK, device=x.device)).clamp_max_(size - 1)
-    return (start + x.gather(-1, places).argmax(-1, keepdim=True)).squeeze(-1)
+    inside = x.gather(-1, places).argmax(-1)
+    return start.squeeze(-1) + inside

@@ -3,7 +3,7 @@
 Knows: expected tokens per round, the speed-up and the best draft length, from measured numbers.
 Does not know: how they were measured. Time is counted in plain target steps (one token, one row).
 
-    alpha  acceptance rate, 1 - TV(p, q) on average; a_j: the same for drafted token j, given that all before it were kept
+    alpha  acceptance rate, 1 - TV(p, q) on average; a_j: for drafted token j, given that all before it are kept
     tau    tokens a round emits: 1 + a_1 + a_1 a_2 + ...; with one alpha for all, (1 - alpha^(gamma+1)) / (1 - alpha)
     c      one draft step
     v(n)   one target forward over n tokens; v(1) = 1
@@ -86,6 +86,6 @@ class CostModel:
     def best_gamma(self, maximum: int, acceptance: Acceptance) -> int:
         """The draft length 0..maximum with the greatest speed-up; the shortest of equals.
 
-        All are tried, because v need not be convex: GPU kernels step up in tiles, and the best length can lie past a step.
+        All are tried, because v need not be convex: GPU kernels step up in tiles, and the best can lie past a step.
         """
         return max(range(maximum + 1), key=lambda gamma: (self.speedup(gamma, acceptance), -gamma))

@@ -218,7 +218,7 @@ def processed(
     history: History | None = None,
     depth: int = 0,
 ) -> Tensor:
-    """Everything before the temperature: logits [R, N, V] -> [R, N, V]. It can be the caller's own tensor: only read it.
+    """Everything before the temperature: logits [R, N, V] -> [R, N, V]; maybe the caller's own tensor, so only read it.
 
     outputs [R]: committed output tokens. tokens [R, N]: the nodes' tokens, column 0 the root (already in the history).
     Without a topology the N nodes are a chain that begins ``depth`` drafted tokens below the root, and the history
@@ -236,7 +236,9 @@ def processed(
         x.scatter_add_(2, ids.unsqueeze(1).expand(-1, nodes, -1), values.to(x.dtype).unsqueeze(1).expand(-1, nodes, -1))
     if warp.early_eos is not None:
         least, ids, real = warp.early_eos
-        below = torch.arange(nodes, device=x.device).add_(depth).expand(rows, -1) if topology is None else topology.depth
+        below = (
+            torch.arange(nodes, device=x.device).add_(depth).expand(rows, -1) if topology is None else topology.depth
+        )
         early = outputs.unsqueeze(1) + below < least.unsqueeze(1)  # [R, N]
         banned = torch.where(early.unsqueeze(2) & real.unsqueeze(1), -torch.inf, 0.0).to(x.dtype)
         x.scatter_add_(2, ids.unsqueeze(1).expand(-1, nodes, -1), banned)

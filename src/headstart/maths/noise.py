@@ -28,7 +28,20 @@ from torch import Tensor
 
 from .argmax import argmax
 
-__all__ = ["ACCEPT", "COUPLED", "DRAFT", "RESIDUAL", "Keys", "derive", "draw", "exponential", "keys", "seeds", "uniform"]
+__all__ = [
+    "ACCEPT",
+    "COUPLED",
+    "DRAFT",
+    "RESIDUAL",
+    "Keys",
+    "derive",
+    "draw",
+    "exponential",
+    "keys",
+    "race",
+    "seeds",
+    "uniform",
+]
 
 ACCEPT, RESIDUAL, DRAFT, COUPLED = 1, 2, 3, 4
 
@@ -80,7 +93,7 @@ def seeds(values: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> Keys:
-    """Keys for seed [R], base [R] or [R, N], offset [R, N] or a number, stream [R] or a number -> two of [R] or [R, N]."""
+    """seed [R], base [R] or [R, N], offset [R, N] or a number, stream [R] or a number -> two words of [R] or [R, N]."""
     deep = base.dim() == 2 or (isinstance(offset, Tensor) and offset.dim() == 2)
 
     def column(x: Tensor) -> Tensor:
@@ -93,25 +106,29 @@ def keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int)
     x = _mix64(column(seed) + _STEP[0])
     # Two mixings, so that no sum of base and offset can stand for another one.
     x = _mix64(x + column(base) * _STEP[1])
-    x = _mix64(x + (offset * _STEP[2] + stream * _STEP[0]))
+    for factor, step in ((offset, _STEP[2]), (stream, _STEP[0])):
+        x = x + (factor * step if isinstance(factor, Tensor) else _signed(factor * step))  # both wrap around
+    x = _mix64(x)
     return x.to(torch.int32), (x >> 32).to(torch.int32)
 
 
 def uniform(keys: Keys) -> Tensor:
-    """One number in the open interval (0, 1) for each key, float32: 0 and 1 never occur, so `u < 0` and `u < 1` are sure."""
+    """One float32 number in (0, 1) for each key. 0 and 1 never occur: u < 1 always holds, and u < 0 never."""
     # 23 bits and a half: one bit more, and the largest would round to 1.
     return (_shift(keys[0], 9, 32).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def exponential(keys: Keys, size: int) -> Tensor:
-    """Standard exponential noise, one number for each of `size` tokens: keys [..] -> [.., size] float32, > 0, finite."""
-    low, high = keys
-    # First round: the token ids alone, mixed once for all keys. int32 throughout, because CPUs vectorise it.
-    field = torch.arange(size, dtype=torch.int32, device=low.device) * (_GOLDEN & 0x7FFFFFFF)
+def _field(size: int, device: torch.device) -> Tensor:
+    """Token ids 0 .. size - 1, mixed: the half of the noise that no key changes. int32, because CPUs vectorise it."""
+    x = torch.arange(size, dtype=torch.int32, device=device) * (_GOLDEN & 0x7FFFFFFF)
     for bits, factor in ((16, _LOW[0]), (15, _LOW[1])):
-        field = (field ^ _shift(field, bits, 32)) * factor
-    field = field ^ _shift(field, 16, 32)
-    # Second round: both key words go in, one before the first multiplication and one before the second.
+        x = (x ^ _shift(x, bits, 32)) * factor
+    return x ^ _shift(x, 16, 32)
+
+
+def _exponential(keys: Keys, field: Tensor) -> Tensor:
+    """The keyed half: keys [..], field [V] -> [.., V]. In place where it can be, as memory is what it waits for."""
+    low, high = keys
     x = field + low.unsqueeze(-1)
     scratch = torch.empty_like(x)
 
@@ -119,6 +136,7 @@ def exponential(keys: Keys, size: int) -> Tensor:
         torch.bitwise_right_shift(x, bits, out=scratch)
         x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
 
+    # One word of the key goes in before the first multiplication, the other before the second.
     fold(16)
     x.mul_(_LOW[0]).add_(high.unsqueeze(-1))
     fold(15)
@@ -129,6 +147,11 @@ def exponential(keys: Keys, size: int) -> Tensor:
     return value.neg_().log1p_().neg_()
 
 
+def exponential(keys: Keys, size: int) -> Tensor:
+    """Standard exponential noise, a number for each of ``size`` tokens: keys [..] -> [.., size] float32, > 0, finite."""
+    return _exponential(keys, _field(size, keys[0].device))
+
+
 def draw(p: Tensor, noise: Tensor) -> Tensor:
     """One token from each distribution: p [.., V] (need not sum to 1), noise [.., V] exponential -> [..] int64.
 
@@ -137,3 +160,15 @@ def draw(p: Tensor, noise: Tensor) -> Tensor:
     never wins.
     """
     return argmax(p / noise)
+
+
+def race(p: Tensor, keys: Keys) -> Tensor:
+    """``draw`` with the keys' own noise: p [.., V], keys [..] -> [..] int64."""
+    field = _field(p.shape[-1], p.device)
+    if p.device.type != "cpu":
+        return draw(p, _exponential(keys, field))
+    # One vocabulary at a time stays in a CPU's cache, which beats a dozen passes over all of them.
+    flat = p.reshape(-1, p.shape[-1])
+    low, high = keys[0].reshape(-1), keys[1].reshape(-1)
+    winners = [draw(flat[i], _exponential((low[i], high[i]), field)) for i in range(len(flat))]
+    return torch.stack(winners).view(p.shape[:-1]) if winners else low

@@ -168,8 +168,10 @@ def _stack(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     biases = [p.bias for p in parts]
     if all(b is None for b in biases):
         return packed, None
-    joined = [torch.zeros(n, dtype=packed.dtype, device=packed.device) if b is None else b.data
-              for b, n in zip(biases, rows, strict=True)]
+    joined = [
+        torch.zeros(n, dtype=packed.dtype, device=packed.device) if b is None else b.data
+        for b, n in zip(biases, rows, strict=True)
+    ]
     return packed, torch.cat(joined)
 
 

@@ -1,0 +1,196 @@
+# mypy: ignore-errors
+# Triton's language only looks like Python; mypy cannot read kernel bodies.
+"""Attention of a few (or many) new tokens per row over the slab's live keys.
+
+Knows: lengths on the device, grouped heads, ragged rows, sliding windows, and trees as ancestor bits.
+Does not know: how queries and keys were made.
+
+A program takes one row, one key-value head, one tile of queries (all query heads of the group together, so that keys
+are read once) and one chunk of keys. Chunks lie at fixed places whatever the lengths are: the sums of a token are the
+same in every batch. Programs whose chunk is not live end at once; with more than one chunk a second kernel joins the
+parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .plan import power_of_two
+
+__all__ = ["attend"]
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _reach(lengths, row, width, last_query, window, TREE: tl.constexpr, WINDOW: tl.constexpr):
+    """First and past-the-last key that any of the tile's queries may see, and the row's length."""
+    length = tl.load(lengths + row).to(tl.int32)
+    low = tl.maximum(length - window + 1, 0) if WINDOW else 0
+    high = length + (width if TREE else tl.minimum(width, last_query + 1))
+    return length, low, high
+
+
+@triton.jit(do_not_specialize=["width", "capacity"])
+def _attend_kernel(
+    query, keys, values, out, part, stats, lengths, ancestors, depths, width, capacity, window, scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """part [tokens, HEADS, SPLITS, D] and stats [tokens, HEADS, SPLITS, 2] if SPLITS > 1, else out [tokens, HEADS, D]."""
+    G: tl.constexpr = HEADS // KV
+    split = tl.program_id(0)
+    row = tl.program_id(1) // KV
+    kv = tl.program_id(1) % KV
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(2) * BQ + tl.arange(0, BQ)  # the tile's queries: token t // G, head t % G of the group
+    i = t // G
+    length, low, high = _reach(lengths, row, width, (tl.program_id(2) * BQ + BQ - 1) // G, window, TREE, WINDOW)
+    start = split * CHUNK
+    if (start < high) & (start + CHUNK > low):
+        d = tl.arange(0, DP)
+        live = i < width
+        token = row * width + i
+        head = kv * G + t % G
+        inside = live[:, None] & (d < D)[None, :]
+        q_at = (token * HEADS + head)[:, None] * D + d[None, :]
+        q = tl.load(query + q_at, mask=inside, other=0.0)
+        base = (row * KV + kv).to(tl.int64) * capacity * D
+        if TREE:
+            bits = tl.load(ancestors + token, mask=live, other=0)
+            position = length + tl.load(depths + token, mask=live, other=0).to(tl.int32)
+        else:
+            position = length + i
+        top = tl.full([BQ], float("-inf"), tl.float32)
+        total = tl.zeros([BQ], tl.float32)
+        acc = tl.zeros([BQ, DP], tl.float32)
+        begin = tl.maximum(start, low // BK * BK)
+        for at in tl.range(begin, tl.minimum(start + CHUNK, high), BK):
+            j = at + tl.arange(0, BK)
+            alive = j < high
+            spot = base + j[:, None] * D + d[None, :]
+            read = alive[:, None] & (d < D)[None, :]
+            k = tl.load(keys + spot, mask=read, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if TREE:
+                node = tl.minimum(tl.maximum(j - length, 0), 63)
+                seen = (j < length)[None, :] | (((bits[:, None] >> node[None, :].to(tl.int64)) & 1) == 1)
+                seen = seen & alive[None, :]
+            else:
+                seen = j[None, :] <= position[:, None]
+            if WINDOW:
+                if TREE:
+                    tail = (j >= length) & alive
+                    where = tl.load(depths + row * width + j - length, mask=tail, other=0).to(tl.int32)
+                    key_position = tl.where(tail, length + where, j)
+                else:
+                    key_position = j
+                seen = seen & (position[:, None] - key_position[None, :] < window)
+            s = tl.where(seen, s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, axis=1))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(s - safe[:, None])
+            fade = tl.exp2(top - safe)
+            total = total * fade + tl.sum(p, axis=1)
+            v = tl.load(values + spot, mask=read, other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+            top = new
+        if SPLITS == 1:
+            tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        else:
+            slot = (token * HEADS + head).to(tl.int64) * SPLITS + split
+            tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
+            tl.store(stats + slot * 2, top, mask=live)
+            tl.store(stats + slot * 2 + 1, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _join_kernel(
+    out, part, stats, lengths, width, window, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    BQ_TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Join the chunks of one token and head. Chunks are taken GROUP by GROUP, so that their number changes no sum."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = token % width
+    length, low, high = _reach(lengths, token // width, width, index, window, TREE, WINDOW)
+    first = low // CHUNK
+    last = tl.cdiv(high, CHUNK)
+    d = tl.arange(0, DP)
+    slot = (token * HEADS + head).to(tl.int64) * SPLITS
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([DP], tl.float32)
+    for at in tl.range(first // GROUP * GROUP, last, GROUP):
+        s = at + tl.arange(0, GROUP)
+        mine = (s >= first) & (s < last)
+        peak = tl.load(stats + (slot + s) * 2, mask=mine, other=float("-inf"))
+        mass = tl.load(stats + (slot + s) * 2 + 1, mask=mine, other=0.0)
+        new = tl.maximum(top, tl.max(peak, axis=0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        weight = tl.exp2(peak - safe)
+        fade = tl.exp2(top - safe)
+        values = tl.load(part + (slot + s)[:, None] * D + d[None, :], mask=mine[:, None] & (d < D)[None, :], other=0.0)
+        acc = acc * fade + tl.sum(values * weight[:, None], axis=0)
+        total = total * fade + tl.sum(mass * weight, axis=0)
+        top = new
+    tl.store(out + (token * HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+
+
+def attend(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    out: Tensor,
+    lengths: Tensor,
+    tree: tuple[Tensor, Tensor] | None,
+    *,
+    width: int,
+    window: int | None,
+    scale: float,
+    chunk: int,
+    bound: int,
+    work: tuple[Tensor, Tensor] | None,
+    pdl: bool,
+) -> None:
+    """out [R * width, heads, D] = attention of ``query`` (same shape) over each row's keys up to its own.
+
+    ``cache``: keys and values [R, kv_heads, capacity, D]; the new tokens' keys stand at slots lengths[r] + index.
+    ``tree``: (ancestor bits int64 [R, width], depths [R, width]). ``bound``: no row has more than this many keys,
+    the new ones included. ``work``: part and stats buffers where bound > chunk (see the kernel).
+    """
+    keys, values = cache
+    tokens, heads, d = query.shape
+    rows, kv, capacity = keys.shape[0], keys.shape[1], keys.shape[2]
+    assert tokens == rows * width
+    group = heads // kv
+    splits = triton.cdiv(bound, chunk) if work is not None else 1
+    tile = min(max(16, power_of_two(group * width)), 64 if d <= 128 else 32)
+    wide = query.element_size() == 4
+    common = {
+        "HEADS": heads,
+        "D": d,
+        "DP": power_of_two(d),
+        "TREE": tree is not None,
+        "WINDOW": window is not None,
+        "SPLITS": splits,
+        "PDL": pdl,
+    } | ({"launch_pdl": True} if pdl else {})
+    bits, depths = tree if tree is not None else (lengths, lengths)
+    part, stats = work if work is not None else (out, out)
+    _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
+        query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, window or 0, scale * _LOG2E,
+        KV=kv, BQ=tile, BK=32 if wide else 64, CHUNK=chunk if splits > 1 else 1 << 30, num_warps=4,
+        num_stages=2 if wide else 3, **common,
+    )  # fmt: skip
+    if splits > 1:
+        _join_kernel[(tokens, heads)](
+            out, part, stats, lengths, width, window or 0, CHUNK=chunk, GROUP=16, BQ_TOKENS=1, num_warps=4, **common
+        )

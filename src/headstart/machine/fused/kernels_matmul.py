@@ -1,0 +1,336 @@
+# mypy: ignore-errors
+# Triton's language only looks like Python; mypy cannot read kernel bodies.
+"""Skinny matrix products: a few token rows against a big weight matrix, with what stands before and after built in.
+
+Knows: how to stream a weight matrix once at memory speed for 1 to 32 rows. Does not know: what a model is.
+
+    x [M, K] activations, W [N, K] weights, out = x W^T. A program takes ``HB`` rows of W (or twice ``HB``: pairs),
+    walks over K, and keeps [HB, BM] sums in float32, M padded to BM.
+
+Norms are not computed where they are needed but where their input is made. The kernel that writes the residual x
+also writes x * g (g: the next norm's weight) and each program's part of sum(x^2). The reader multiplies by W and
+scales its sums by 1 / rms at the end. So an RMS norm costs no pass and no launch.
+
+Overlap (Hopper's programmatic dependent launch): each kernel lets the next one start at once; that one asks its first
+weights into L2 and then waits for its input. The gap between two kernels is filled with the second one's weight reads.
+Only weights may be touched before ``gdc_wait``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .plan import Tile, power_of_two
+
+__all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
+
+
+@triton.jit
+def _ask(w, row, K: tl.constexpr, HB: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
+    """Ask the first BYTES of the program's HB weight rows (row [32 * WARPS]: the row of each thread) into L2."""
+    lane = tl.arange(0, 32 * WARPS)
+    size: tl.constexpr = BYTES * HB // (32 * WARPS)  # what one thread asks for
+    start = (w + row.to(tl.int64) * K).to(tl.int64, bitcast=True) + (lane // HB) * size
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [start, tl.full([32 * WARPS], size, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr):
+    """W[row, k : k + BK] as [HB, BK]."""
+    at = k + tl.arange(0, BK)
+    pointers = w + row.to(tl.int64)[:, None] * K + at[None, :]
+    if K % BK == 0:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr):
+    """x[m, k : k + BK] as [BM, BK]; rows past M are zero."""
+    at = k + tl.arange(0, BK)
+    mask = (m < M)[:, None]
+    if K % BK != 0:
+        mask = mask & (at < K)[None, :]
+    return tl.load(x + m[:, None] * K + at[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _product(
+    x, w, row_a, row_b, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr,
+    PAIR: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, ask_a, ask_b, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Sums [HB, BM] of rows row_a and, for pairs, of row_b. Waits for the kernel before."""
+    acc_a = tl.zeros([HB, BM], tl.float32)
+    acc_b = tl.zeros([HB, BM], tl.float32)
+    if BK >= K:  # a short row is loaded whole, before the wait
+        wa = _weights(w, row_a, 0, K, BK)
+        if PAIR:
+            wb = _weights(w, row_b, 0, K, BK)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        xt = tl.trans(_inputs(x, m, M, 0, K, BK))
+        acc_a = tl.dot(wa, xt, acc_a, input_precision="ieee")
+        if PAIR:
+            acc_b = tl.dot(wb, xt, acc_b, input_precision="ieee")
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            if ASK > 0:
+                _ask(w, ask_a, K, HB, ASK, WARPS)
+                if PAIR:
+                    _ask(w, ask_b, K, HB, ASK, WARPS)
+            tl.extra.cuda.gdc_wait()
+        for k in tl.range(0, K, BK):
+            xt = tl.trans(_inputs(x, m, M, k, K, BK))
+            acc_a = tl.dot(_weights(w, row_a, k, K, BK), xt, acc_a, input_precision="ieee")
+            if PAIR:
+                acc_b = tl.dot(_weights(w, row_b, k, K, BK), xt, acc_b, input_precision="ieee")
+    return acc_a, acc_b
+
+
+@triton.jit
+def _inverse_rms(squares, m, M, eps, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
+    """[BM] 1 / sqrt(mean(x^2) + eps) from the parts [M, PARTS] that the writer of x left."""
+    p = tl.arange(0, PARTS_2)
+    parts = tl.load(squares + m[:, None] * PARTS + p[None, :], mask=(m < M)[:, None] & (p < PARTS)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(parts, axis=1) / K + eps)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul_kernel(
+    x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * HB
+    n = first + tl.arange(0, HB)
+    row = tl.minimum(n, N - 1)
+    ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
+    m = tl.arange(0, BM)
+    acc, _ = _product(x, w, row, row, m, M, K, BK, HB, BM, False, PDL, ASK, ask, ask, WARPS)
+    if NORM:
+        acc = acc * _inverse_rms(squares, m, M, eps, K, PARTS, PARTS_2)[None, :]
+    if BIAS:
+        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _residual_kernel(
+    x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * HB
+    n = first + tl.arange(0, HB)
+    row = tl.minimum(n, N - 1)
+    ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
+    m = tl.arange(0, BM)
+    acc, _ = _product(x, w, row, row, m, M, K, BK, HB, BM, False, PDL, ASK, ask, ask, WARPS)
+    if BIAS:
+        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    at = m[None, :] * N + n[:, None]
+    value = (tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + acc).to(residual.dtype.element_ty)
+    tl.store(residual + at, value, mask=mask)
+    value = tl.where(mask, value.to(tl.float32), 0.0)
+    tl.store(scaled + at, (value * tl.load(gain + row).to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=mask)
+    tl.store(squares + m * PARTS + tl.program_id(0), tl.sum(value * value, axis=0), mask=m < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_kernel(
+    x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * HB
+    n = first + tl.arange(0, HB)
+    row = tl.minimum(n, F - 1)
+    ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, F - 1)
+    m = tl.arange(0, BM)
+    gate, up = _product(x, w, row, row + F, m, M, K, BK, HB, BM, True, PDL, ASK, ask, ask + F, WARPS)
+    scale = _inverse_rms(squares, m, M, eps, K, PARTS, PARTS_2)[None, :]
+    gate = gate * scale
+    value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
+    mask = (n < F)[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :] * F + n[:, None], value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pair(i, TURN: tl.constexpr, HALF: tl.constexpr):
+    """The two channels of pair i in a head of 2 * HALF channels whose first 2 * TURN turn."""
+    a = tl.where(i < TURN, i, TURN + i)
+    b = tl.where(i < TURN, TURN + i, HALF + i)
+    return a, b
+
+
+@triton.jit(do_not_specialize=["M", "width", "capacity"])
+def _rotary_kernel(
+    x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
+    K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr,
+    TREE: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(0) // (HALF // HB)
+    first = (tl.program_id(0) % (HALF // HB)) * HB
+    i = first + tl.arange(0, HB)
+    ca, cb = _pair(i, TURN, HALF)
+    ask_a, ask_b = _pair(first + tl.arange(0, 32 * WARPS) % HB, TURN, HALF)
+    m = tl.arange(0, BM)
+    a, b = _product(
+        x, w, head * D + ca, head * D + cb, m, M, K, BK, HB, BM, True, PDL, ASK, head * D + ask_a, head * D + ask_b,
+        WARPS,
+    )  # fmt: skip
+    scale = _inverse_rms(squares, m, M, eps, K, PARTS, PARTS_2)[None, :]
+    a, b = a * scale, b * scale
+    if BIAS:
+        a += tl.load(bias + head * D + ca).to(tl.float32)[:, None]
+        b += tl.load(bias + head * D + cb).to(tl.float32)[:, None]
+    live = m < M
+    length = tl.load(lengths + m // width, mask=live, other=0).to(tl.int64)
+    if TREE:
+        position = length + tl.load(depths + m, mask=live, other=0).to(tl.int64)
+    else:
+        position = length + m % width
+    if head < HEADS + KV:
+        turn = position[None, :] * HALF + i[:, None]
+        c = tl.load(cos + turn, mask=live[None, :], other=1.0)
+        s = tl.load(sin + turn, mask=live[None, :], other=0.0)
+        a, b = a * c - b * s, b * c + a * s
+    slot = length + m % width
+    at = ((m // width).to(tl.int64) * KV * capacity + slot)[None, :] * D
+    fits = (live & (slot < capacity))[None, :]
+    kind = keys.dtype.element_ty
+    if head < HEADS:
+        base = query + m[None, :] * (HEADS * D) + head * D
+        tl.store(base + ca[:, None], a.to(kind), mask=live[None, :])
+        tl.store(base + cb[:, None], b.to(kind), mask=live[None, :])
+    elif head < HEADS + KV:
+        base = keys + at + (head - HEADS).to(tl.int64) * capacity * D
+        tl.store(base + ca[:, None], a.to(kind), mask=fits)
+        tl.store(base + cb[:, None], b.to(kind), mask=fits)
+    else:
+        base = values + at + (head - HEADS - KV).to(tl.int64) * capacity * D
+        tl.store(base + ca[:, None], a.to(kind), mask=fits)
+        tl.store(base + cb[:, None], b.to(kind), mask=fits)
+
+
+# -- how they are called ----------------------------------------------------------------------------------------------
+
+
+def skinny_rows(rows: int) -> int:
+    """The padded row count of the kernels, or 0 if there are too many rows for them."""
+    return 0 if rows > 32 else 16 if rows <= 16 else 32
+
+
+def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: bool) -> dict[str, object]:
+    bytes_a_row = min(t.prefetch, inputs * weights.element_size())
+    lanes = 32 * t.warps // t.rows  # threads that share a row
+    options = {
+        "BK": t.depth,
+        "HB": t.rows,
+        "BM": skinny_rows(rows),
+        "PDL": pdl,
+        "ASK": bytes_a_row // (16 * lanes) * (16 * lanes),
+        "WARPS": t.warps,
+        "num_warps": t.warps,
+        "num_stages": t.stages,
+    }
+    return options | {"launch_pdl": True} if pdl else options
+
+
+def _parts(squares: Tensor | None) -> dict[str, int]:
+    parts = 1 if squares is None else squares.shape[1]
+    return {"PARTS": parts, "PARTS_2": power_of_two(parts)}
+
+
+def matmul(
+    x: Tensor, w: Tensor, out: Tensor, t: Tile, *, bias: Tensor | None, squares: Tensor | None, eps: float, pdl: bool
+) -> None:
+    """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
+    rows, inputs = x.shape
+    _matmul_kernel[(triton.cdiv(w.shape[0], t.rows),)](
+        x, w, x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0], K=inputs,
+        NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **_options(t, inputs, w, rows, pdl),
+    )  # fmt: skip
+
+
+def matmul_residual(
+    x: Tensor,
+    w: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    scaled: Tensor,
+    t: Tile,
+    *,
+    bias: Tensor | None,
+    squares: Tensor,
+    pdl: bool,
+) -> None:
+    """residual [M, N] += x W^T + bias; scaled = residual * gain; squares [M, programs] = parts of sum(residual^2)."""
+    rows, inputs = x.shape
+    programs = triton.cdiv(w.shape[0], t.rows)
+    assert squares.shape[1] == programs
+    _residual_kernel[(programs,)](
+        x, w, x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs,
+        PARTS=programs, BIAS=bias is not None, **_options(t, inputs, w, rows, pdl),
+    )  # fmt: skip
+
+
+def matmul_swiglu(x: Tensor, w: Tensor, out: Tensor, t: Tile, *, squares: Tensor, eps: float, pdl: bool) -> None:
+    """out [M, F] = silu(gate) * up, with [gate; up] = norm(x) W^T and W [2F, K]."""
+    rows, inputs = x.shape
+    ffn = w.shape[0] // 2
+    _swiglu_kernel[(triton.cdiv(ffn, t.rows),)](
+        x, w, squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **_options(t, inputs, w, rows, pdl)
+    )
+
+
+def matmul_rotary(
+    x: Tensor,
+    w: Tensor,
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor, int],
+    lengths: Tensor,
+    depths: Tensor | None,
+    t: Tile,
+    *,
+    bias: Tensor | None,
+    squares: Tensor,
+    eps: float,
+    width: int,
+    pdl: bool,
+) -> None:
+    """Queries [M, heads, D], turned, to ``query``; keys, turned, and values into the cache at slot length + index.
+
+    ``lengths`` [R], ``depths`` [R, width] for trees, ``cache``: keys and values [R, kv_heads, capacity, D].
+    """
+    rows, inputs = x.shape
+    keys, values = cache
+    heads, kv, capacity, d = query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
+    assert (d // 2) % t.rows == 0
+    _rotary_kernel[((heads + 2 * kv) * (d // 2) // t.rows,)](
+        x, w, x if bias is None else bias, squares, query, keys, values, rotary[0], rotary[1], lengths,
+        lengths if depths is None else depths, rows, width, capacity, eps, K=inputs, HEADS=heads, KV=kv, D=d,
+        TURN=rotary[2], BIAS=bias is not None, TREE=depths is not None, **_parts(squares),
+        **_options(t, inputs, w, rows, pdl),
+    )  # fmt: skip
+
+
+def supports_overlap(device: torch.device) -> bool:
+    """Whether the GPU can start a kernel before the one in front of it ends."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,184 @@
+# mypy: ignore-errors
+# Triton's language only looks like Python; mypy cannot read kernel bodies.
+"""The small steps between matrix products, for what the skinny products cannot take along.
+
+Knows: embedding rows, residual + RMS norm, rotary + key-value write (with Qwen3's head norms), SwiGLU, each over rows.
+Does not know: what a model is.
+
+Decoding uses ``embed`` once a step, and ``rotate`` where heads are normed. Prefill (more than 32 rows, cuBLAS
+products) uses the rest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .kernels_matmul import _pair
+from .plan import power_of_two
+
+__all__ = ["embed", "norm", "rotate", "swiglu"]
+
+
+@triton.jit
+def _embed_kernel(
+    tokens, table, gain, x, scaled, squares, H: tl.constexpr, BH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr
+):
+    m = tl.program_id(0)
+    h = tl.arange(0, BH)
+    g = tl.load(gain + h, mask=h < H, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.load(tokens + m).to(tl.int64)
+    row = tl.load(table + token * H + h, mask=h < H, other=0.0)
+    tl.store(x + m * H + h, row, mask=h < H)
+    if SCALED:
+        value = row.to(tl.float32)
+        tl.store(scaled + m * H + h, (value * g).to(scaled.dtype.element_ty), mask=h < H)
+        tl.store(squares + m, tl.sum(value * value, axis=0))
+
+
+@triton.jit
+def _norm_kernel(x, add, gain, out, eps, H: tl.constexpr, BH: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BH)
+    g = tl.load(gain + h, mask=h < H, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(x + m * H + h, mask=h < H, other=0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(add + m * H + h, mask=h < H, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(x + m * H + h, value, mask=h < H)
+    value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    tl.store(out + m * H + h, (value * scale * g).to(out.dtype.element_ty), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["width", "capacity"])
+def _rotate_kernel(
+    qkv, q_gain, k_gain, query, keys, values, cos, sin, lengths, depths, width, capacity, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
+    TREE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    m = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, HP)
+    ca, cb = _pair(i, TURN, HALF)
+    real = i < HALF
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    source = qkv + (m.to(tl.int64) * (HEADS + 2 * KV) + head) * D
+    a = tl.load(source + ca, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(source + cb, mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        if head < HEADS + KV:
+            gain = q_gain
+            if head >= HEADS:
+                gain = k_gain
+            scale = tl.rsqrt(tl.sum(a * a + b * b, axis=0) / D + eps)
+            a = a * scale * tl.load(gain + ca, mask=real, other=0.0).to(tl.float32)
+            b = b * scale * tl.load(gain + cb, mask=real, other=0.0).to(tl.float32)
+    length = tl.load(lengths + m // width).to(tl.int64)
+    slot = length + m % width
+    if head < HEADS + KV:
+        position = slot
+        if TREE:
+            position = length + tl.load(depths + m).to(tl.int64)
+        c = tl.load(cos + position * HALF + i, mask=real, other=1.0)
+        s = tl.load(sin + position * HALF + i, mask=real, other=0.0)
+        a, b = a * c - b * s, b * c + a * s
+    kind = keys.dtype.element_ty
+    row = (m // width).to(tl.int64)
+    if head < HEADS:
+        base = query + (m.to(tl.int64) * HEADS + head) * D
+        tl.store(base + ca, a.to(kind), mask=real)
+        tl.store(base + cb, b.to(kind), mask=real)
+    elif slot < capacity:
+        if head < HEADS + KV:
+            base = keys + ((row * KV + head - HEADS) * capacity + slot) * D
+            tl.store(base + ca, a.to(kind), mask=real)
+            tl.store(base + cb, b.to(kind), mask=real)
+        else:
+            base = values + ((row * KV + head - HEADS - KV) * capacity + slot) * D
+            tl.store(base + ca, a.to(kind), mask=real)
+            tl.store(base + cb, b.to(kind), mask=real)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, F, BF: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    gate = tl.load(gate_up + m * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + m * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(out + m * F + f, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=f < F)
+
+
+def _overlap(pdl: bool) -> dict[str, bool]:
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def _warps(width: int) -> int:
+    return min(max(width // 512, 1), 8)
+
+
+def embed(
+    tokens: Tensor,
+    table: Tensor,
+    gain: Tensor,
+    x: Tensor,
+    scaled: Tensor | None,
+    squares: Tensor | None,
+    *,
+    pdl: bool,
+) -> None:
+    """x [M, H] = table[tokens [M]]; scaled = x * gain; squares [M, 1] = sum(x^2)."""
+    hidden = table.shape[1]
+    _embed_kernel[(x.shape[0],)](
+        tokens, table, gain, x, x if scaled is None else scaled, x if squares is None else squares, H=hidden,
+        BH=power_of_two(hidden), SCALED=scaled is not None, num_warps=_warps(hidden), **_overlap(pdl),
+    )  # fmt: skip
+
+
+def norm(x: Tensor, add: Tensor | None, gain: Tensor, out: Tensor, *, eps: float, pdl: bool) -> None:
+    """x [M, H] += add; out = RMS norm of x, times gain."""
+    hidden = x.shape[1]
+    _norm_kernel[(x.shape[0],)](
+        x, x if add is None else add, gain, out, eps, H=hidden, BH=power_of_two(hidden), ADD=add is not None,
+        num_warps=_warps(hidden), **_overlap(pdl),
+    )  # fmt: skip
+
+
+def rotate(
+    qkv: Tensor,
+    gains: tuple[Tensor, Tensor] | None,
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor, int],
+    lengths: Tensor,
+    depths: Tensor | None,
+    *,
+    width: int,
+    eps: float,
+    pdl: bool,
+) -> None:
+    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored."""
+    keys, values = cache
+    heads, kv, d = query.shape[1], keys.shape[1], keys.shape[3]
+    q_gain, k_gain = gains if gains is not None else (qkv, qkv)
+    _rotate_kernel[(qkv.shape[0], heads + 2 * kv)](
+        qkv, q_gain, k_gain, query, keys, values, rotary[0], rotary[1], lengths,
+        lengths if depths is None else depths, width, keys.shape[2], eps, HEADS=heads, KV=kv, D=d,
+        HP=power_of_two(d // 2), TURN=rotary[2], NORM=gains is not None, TREE=depths is not None, num_warps=1,
+        **_overlap(pdl),
+    )  # fmt: skip
+
+
+def swiglu(gate_up: Tensor, out: Tensor) -> None:
+    """out [M, F] = silu(gate) * up from gate_up [M, 2F]."""
+    rows, ffn = out.shape
+    _swiglu_kernel[(rows, triton.cdiv(ffn, 1024))](gate_up, out, ffn, BF=1024, num_warps=4)

@@ -1,0 +1,234 @@
+"""A lowered model's forward: about five kernels a layer, everything it needs to know on the device.
+
+Knows: in which order the kernels run and which buffers they share. Does not know: Hugging Face modules, sampling,
+who owns a row.
+
+Nothing here reads a device tensor on the host, and no launch depends on a value on the device, so a forward (or a
+whole round of them) can be captured in a CUDA graph. Up to 32 tokens take the skinny products (weights at memory
+speed, see ``kernels_matmul``); more take cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels_attention import attend
+from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
+from .kernels_pointwise import embed, norm, rotate, swiglu
+from .lower import Layer, Weights
+from .plan import attention_chunk, tile
+
+__all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
+
+MAX_NODES = 64  # a tree's ancestors are the bits of one int64
+_SPLIT_WIDTH = 64  # wider forwards (prefill) have enough queries to fill the GPU without splitting the keys
+
+
+class Tree(NamedTuple):
+    """What a node of a tree sees of its tree, and how deep it stands."""
+
+    bits: Tensor  # [R, N] int64: bit j set = node j is an ancestor of this node, or the node itself
+    depths: Tensor  # [R, N] int32
+
+
+def pack_ancestors(ancestors: Tensor) -> Tree:
+    """From ancestors [R, N, N] bool ([r, i, j]: j lies on the path to i). At most 64 nodes."""
+    nodes = ancestors.shape[-1]
+    if nodes > MAX_NODES:
+        raise ValueError(f"a tree has at most {MAX_NODES} nodes, not {nodes}")
+    # A node always sees itself: a padding node that saw nothing would store NaN in the cache.
+    own = torch.eye(nodes, dtype=torch.bool, device=ancestors.device)
+    seen = ancestors | own
+    bits = (seen.to(torch.int64) << torch.arange(nodes, device=ancestors.device)).sum(-1)
+    return Tree(bits, (seen.sum(-1) - 1).to(torch.int32))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One forward's shape and place."""
+
+    rows: int
+    width: int
+    first: int  # first row of the cache
+    lengths: Tensor  # [R]
+    tree: Tree | None
+    bound: int  # no row has more keys than this, the new ones included
+    work: tuple[Tensor, Tensor] | None  # for split attention
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def depths(self) -> Tensor | None:
+        return None if self.tree is None else self.tree.depths
+
+
+class FusedModel:
+    """Runs a lowered model over key-value buffers [rows, kv_heads, capacity, head_dim], one pair a layer."""
+
+    def __init__(self, weights: Weights, cache: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.weights = w = weights
+        self.cache = list(cache)
+        self.capacity = self.cache[0][0].shape[2]
+        if len(self.cache) != len(w.layers):
+            raise ValueError(f"{len(self.cache)} layers of cache for {len(w.layers)} layers")
+        self.rotary = w.rotary_table(self.capacity)
+        self.chunk = attention_chunk(w.head_dim)
+        self.overlap = supports_overlap(w.device)
+        layer = w.layers[0]
+        self._tiles = {
+            "qkv": tile(*layer.qkv.shape, pair=layer.q_norm is None, dtype=w.dtype),
+            "o": tile(*layer.o.shape, pair=False, dtype=w.dtype),
+            "gate_up": tile(*layer.gate_up.shape, pair=True, dtype=w.dtype),
+            "down": tile(*layer.down.shape, pair=False, dtype=w.dtype),
+            "head": tile(*w.head.shape, pair=False, dtype=w.dtype),
+        }
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        ancestors: Tensor | Tree | None = None,
+        keep: int | None = None,
+        *,
+        first_row: int = 0,
+        bound: int | None = None,
+    ) -> Tensor:
+        """Logits float32 [R, keep or N, V] of tokens [R, N]; their keys go to slots lengths[r] + index.
+
+        ``lengths`` [R] on the device: live keys of each row. ``ancestors``: for trees, bool [R, N, N] or packed.
+        ``keep``: logits of the last ``keep`` tokens only; 0: none. The rows are cache rows first_row, first_row + 1 ...
+        ``bound``: a promise that no row will have more keys than this; a smaller one launches fewer programs.
+        """
+        rows, width = tokens.shape
+        tree = ancestors if ancestors is None or isinstance(ancestors, Tree) else pack_ancestors(ancestors)
+        bound = min(bound or self.capacity, self.capacity)
+        work = None
+        if bound > self.chunk and width <= _SPLIT_WIDTH:
+            work = self._split_buffers(rows * width, -(-bound // self.chunk))
+        step = _Step(rows, width, first_row, lengths, tree, bound, work)
+        tokens = tokens.reshape(-1)
+        keep = width if keep is None else keep
+        if skinny_rows(step.count):
+            return self._skinny(tokens, step, keep)
+        return self._dense(tokens, step, keep)
+
+    # -- up to 32 tokens --------------------------------------------------------------------------------------
+
+    def _skinny(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
+        w, pdl, count = self.weights, self.overlap, step.count
+        x, scaled = self._new(count, w.hidden), self._new(count, w.hidden)
+        hidden = self._new(count, w.ffn)
+        query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
+        flat = attended.view(count, -1)
+        tiles = self._tiles
+        squares = self._new(count, 1, dtype=torch.float32)
+        after_o, after_down = (
+            self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down")
+        )
+        gains = [layer.input_norm for layer in w.layers[1:]] + [w.norm]
+        embed(tokens, w.embedding, w.layers[0].input_norm, x, scaled, squares, pdl=pdl)
+        for i, layer in enumerate(w.layers):
+            cache = self._cache_of(i, step)
+            self._queries(scaled, squares, layer, query, cache, step)
+            self._attend(query, cache, attended, layer, step)
+            matmul_residual(
+                flat, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias, squares=after_o, pdl=pdl
+            )
+            matmul_swiglu(scaled, layer.gate_up, hidden, tiles["gate_up"], squares=after_o, eps=w.eps, pdl=pdl)
+            matmul_residual(
+                hidden, layer.down, x, gains[i], scaled, tiles["down"], bias=None, squares=after_down, pdl=pdl
+            )
+            squares = after_down
+        if keep == step.width:
+            return self._head(scaled, squares, step.rows, keep)
+        return self._last_logits(x, step, keep)
+
+    def _queries(
+        self, scaled: Tensor, squares: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step
+    ) -> None:
+        """Queries to ``query``, keys and values into the cache."""
+        w, t = self.weights, self._tiles["qkv"]
+        if layer.q_norm is None or layer.k_norm is None:
+            matmul_rotary(
+                scaled, layer.qkv, query, cache, self.rotary, step.lengths, step.depths, t, bias=layer.qkv_bias,
+                squares=squares, eps=w.eps, width=step.width, pdl=self.overlap,
+            )  # fmt: skip
+            return
+        qkv = self._new(step.count, layer.qkv.shape[0])
+        matmul(scaled, layer.qkv, qkv, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=self.overlap)
+        self._rotate(qkv, layer, query, cache, step)
+
+    # -- more tokens ------------------------------------------------------------------------------------------
+
+    def _dense(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
+        w, pdl, count = self.weights, self.overlap, step.count
+        x, normed = self._new(count, w.hidden), self._new(count, w.hidden)
+        hidden = self._new(count, w.ffn)
+        query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
+        flat = attended.view(count, -1)
+        embed(tokens, w.embedding, w.norm, x, None, None, pdl=pdl)
+        add: Tensor | None = None
+        for i, layer in enumerate(w.layers):
+            cache = self._cache_of(i, step)
+            norm(x, add, layer.input_norm, normed, eps=w.eps, pdl=pdl)
+            self._rotate(F.linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step)
+            self._attend(query, cache, attended, layer, step)
+            norm(x, F.linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
+            swiglu(F.linear(normed, layer.gate_up), hidden)
+            add = F.linear(hidden, layer.down)
+        assert add is not None
+        return self._last_logits(x.add_(add), step, keep)
+
+    # -- shared parts -----------------------------------------------------------------------------------------
+
+    def _rotate(self, qkv: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step) -> None:
+        gains = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        rotate(
+            qkv, gains, query, cache, self.rotary, step.lengths, step.depths, width=step.width, eps=self.weights.eps,
+            pdl=self.overlap,
+        )  # fmt: skip
+
+    def _attend(self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, layer: Layer, step: _Step) -> None:
+        attend(
+            query, cache, out, step.lengths, step.tree, width=step.width, window=layer.window,
+            scale=self.weights.head_dim**-0.5, chunk=self.chunk, bound=step.bound, work=step.work, pdl=self.overlap,
+        )  # fmt: skip
+
+    def _last_logits(self, x: Tensor, step: _Step, keep: int) -> Tensor:
+        """Logits of the last ``keep`` tokens of each row from the residual stream x [R * N, H]."""
+        w = self.weights
+        if keep == 0:
+            return self._new(step.rows, 0, w.vocab_size, dtype=torch.float32)
+        x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1)
+        normed = torch.empty_like(x)
+        norm(x, None, w.norm, normed, eps=w.eps, pdl=self.overlap)
+        return self._head(normed, None, step.rows, keep)
+
+    def _head(self, x: Tensor, squares: Tensor | None, rows: int, keep: int) -> Tensor:
+        w = self.weights
+        if not skinny_rows(rows * keep):
+            return F.linear(x, w.head).float().view(rows, keep, -1)
+        logits = self._new(rows * keep, w.vocab_size, dtype=torch.float32)
+        matmul(x, w.head, logits, self._tiles["head"], bias=None, squares=squares, eps=w.eps, pdl=self.overlap)
+        return logits.view(rows, keep, -1)
+
+    def _cache_of(self, index: int, step: _Step) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache[index]
+        return keys[step.first : step.first + step.rows], values[step.first : step.first + step.rows]
+
+    def _split_buffers(self, tokens: int, splits: int) -> tuple[Tensor, Tensor]:
+        w = self.weights
+        part = self._new(tokens, w.heads, splits, w.head_dim, dtype=torch.float32)
+        return part, self._new(tokens, w.heads, splits, 2, dtype=torch.float32)
+
+    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(*shape, device=self.weights.device, dtype=dtype or self.weights.dtype)
