@@ -50,7 +50,9 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 processor = line.split(":", 1)[1].strip()
                 break
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor,

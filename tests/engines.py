@@ -35,9 +35,10 @@ def table_engine(
     controller: Controller | None = None,
     text: Callable[[Request], TextSink] | None = None,
     prefill_chunk: int = 16,
+    max_waiting: int = 1024,
 ) -> Engine:
     runner = TableRunner(target, rows=rows, max_len=max_len, margin=gamma + 20)
-    config = EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk)
+    config = EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk, max_waiting=max_waiting)
     return Engine(
         runner,
         drafter,

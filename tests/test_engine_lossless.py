@@ -7,11 +7,11 @@ tokens is compared with the exact one by a chi-squared test. A planted bug in th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
 from engines import run, table, table_draft, table_engine, tree_drafter
+from statistics_tools import chi_squared
 
 from headstart.drafters.base import Drafter
 from headstart.engine import judge as judging
@@ -22,25 +22,6 @@ from headstart.types import DraftView, Proposal, Request, SamplingParams
 V, LENGTH, SAMPLES = 4, 3, 3000
 TARGET, DRAFT = table(V, seed=1), table(V, seed=1) + 0.8 * table(V, seed=2)
 PROMPT = (1, 3, 2)
-
-
-def chi_squared(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """The p-value, cells with an expectation under 5 put together."""
-    total = sum(counts.values())
-    seen, expected, rest_seen, rest_expected = [], [], 0.0, 0.0
-    for outcome, chance in law.items():
-        if chance * total >= 5:
-            seen.append(counts[outcome])
-            expected.append(chance * total)
-        else:
-            rest_seen += counts[outcome]
-            rest_expected += chance * total
-    if rest_expected > 0:
-        seen.append(rest_seen)
-        expected.append(rest_expected)
-    statistic = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
-    degrees = torch.tensor((len(seen) - 1) / 2)
-    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2)))
 
 
 def sample(engine: Engine, **params: object) -> Counter[tuple[int, ...]]:
@@ -58,10 +39,7 @@ def engine_for(kind: str) -> Engine:
         "model": lambda: table_draft(DRAFT, rows=16),
         "tree": lambda: tree_drafter(DRAFT),
     }[kind]()
-    engine = table_engine(TARGET, drafter, gamma=3, rows=16)
-    object.__setattr__(engine.config, "max_waiting", SAMPLES)
-    engine._scheduler._max_waiting = SAMPLES
-    return engine
+    return table_engine(TARGET, drafter, gamma=3, rows=16, max_waiting=SAMPLES)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
@@ -98,14 +76,7 @@ def test_with_temperature_and_penalties() -> None:
 # -- planted bugs: each must be caught by the very test above
 
 
-@pytest.fixture
-def restored() -> Iterator[None]:
-    kept = (judging.token_rule, judging.block_rule, judging.CounterChance)
-    yield
-    judging.token_rule, judging.block_rule, judging.CounterChance = kept  # type: ignore[misc]
-
-
-def test_residual_from_p_is_caught(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residual_from_p_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """On rejection, draw from p itself instead of max(p - q, 0)."""
 
     def wrong(p, q, tokens, topology, kinds, chance):  # type: ignore[no-untyped-def]
@@ -121,7 +92,7 @@ def test_residual_from_p_is_caught(restored: None, monkeypatch: pytest.MonkeyPat
     assert chi_squared(counts, engine.parts.runner.probabilities(PROMPT, LENGTH)) < 1e-6  # type: ignore[attr-defined]
 
 
-def test_one_noise_for_both_draws_is_caught(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_noise_for_both_draws_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft and the residual drawn with the same noise: the two streams must be independent."""
     monkeypatch.setattr(noise, "RESIDUAL", noise.DRAFT)
     monkeypatch.setattr(noise, "ACCEPT", noise.DRAFT)
@@ -146,7 +117,6 @@ def test_a_draft_that_lies_about_q_is_caught() -> None:
 
     from headstart.testing import ScriptedDrafter
 
-    engine = table_engine(TARGET, ScriptedDrafter(guess), gamma=3, rows=16)
-    engine._scheduler._max_waiting = SAMPLES
+    engine = table_engine(TARGET, ScriptedDrafter(guess), gamma=3, rows=16, max_waiting=SAMPLES)
     counts = sample(engine, verification="token")
     assert chi_squared(counts, engine.parts.runner.probabilities(PROMPT, LENGTH)) < 1e-6  # type: ignore[attr-defined]

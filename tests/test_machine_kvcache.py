@@ -1,4 +1,4 @@
-"""The slab by itself: zones, warmth, rollback and moves. Keys are written as their own token ids, so rows can be read."""
+"""The slab by itself: zones, warmth, rollback, moves. Keys are written as their own token ids, so rows can be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from headstart.machine.kvcache import LEAST_MARGIN, Slab
 LAYERS, HEADS, DIM = 2, 2, 3
 
 
-def write(slab: Slab, rows: slice, tokens: list[list[int]], starts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def write(
+    slab: Slab, rows: slice, tokens: list[list[int]], starts: list[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What a forward does: write one key a token (its id, in every layer and head), and see what comes back."""
     ids = torch.tensor(tokens, dtype=torch.float32)
     slots = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])

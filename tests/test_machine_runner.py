@@ -33,7 +33,8 @@ class Oracle:
     def compare(self, logits: torch.Tensor, tokens: Sequence[int]) -> None:
         """``logits`` [n, V] against a fresh pass over ``tokens``, at its last n positions."""
         with torch.inference_mode():
-            fresh = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -len(logits) :]
+            ids = torch.tensor([list(tokens)], device=self.runner.device)
+            fresh = self.model(input_ids=ids, use_cache=False).logits[0, -len(logits) :]
         scale = max(1.0, float(fresh.abs().max()))
         self.worst = max(self.worst, float((logits - fresh).abs().max()) / scale)
 
@@ -54,7 +55,7 @@ class Oracle:
         feed = [[self.truth[key][-1], *draft] for key, draft in zip(keys, drafts, strict=True)]
         starts = [len(self.truth[key]) - 1 for key in keys]
         assert starts == self.slab.lengths[: len(keys)]
-        logits = self.runner.forward(slice(0, len(keys)), torch.tensor(feed), starts)
+        logits = self.runner.forward(slice(0, len(keys)), torch.tensor(feed, device=self.runner.device), starts)
         for row, key in enumerate(keys):
             kept = drafts[row][: accepted[key]]
             self.compare(logits[row, : len(kept) + 1], [*self.truth[key], *kept])
@@ -64,11 +65,12 @@ class Oracle:
     def tree_round(self, parents: Sequence[tuple[int, ...]], paths: Sequence[Sequence[int]]) -> None:
         """A tree round: each row drafts its own tree, and ``paths[row]`` (node numbers, root excluded) is accepted."""
         keys = self.slab.ready_keys
-        topology = Topology.of(parents, "cpu")
+        topology = Topology.of(parents, self.runner.device)
         drafts = [self.junk(topology.width - 1) for _ in keys]
         feed = [[self.truth[key][-1], *draft] for key, draft in zip(keys, drafts, strict=True)]
         starts = [len(self.truth[key]) - 1 for key in keys]
-        logits = self.runner.forward(slice(0, len(keys)), torch.tensor(feed), starts, topology)
+        ids = torch.tensor(feed, device=self.runner.device)
+        logits = self.runner.forward(slice(0, len(keys)), ids, starts, topology)
         for row, key in enumerate(keys):
             for node in range(len(parents[row]) + 1):  # every branch, accepted or not
                 line = [i for i in range(1, topology.width) if topology.ancestors[row, node, i]]
@@ -116,6 +118,17 @@ def test_eager_attention_gives_them_too(name: str) -> None:
     oracle = Oracle(model, EagerRunner(model, rows=4, max_len=96))
     whole_life(oracle)
     assert oracle.worst < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_gpu_gives_them_too(name: str) -> None:
+    model = tiny_model(name).cuda()
+    oracle = Oracle(model, EagerRunner(model, rows=4, max_len=96))
+    whole_life(oracle)
+    assert oracle.worst < 10 * TOLERANCE, "other kernels for other widths, but float32 all the same"
+    assert EagerRunner(tiny_model(name, dtype=torch.bfloat16).cuda(), rows=1, max_len=32).device.type == "cuda"
 
 
 class Narrow(EagerRunner):
@@ -171,18 +184,6 @@ def test_the_end_of_a_learned_position_table_can_be_reached() -> None:
     oracle.round(6, {"a": 0, "b": 4})  # row a's padding points past the table
     oracle.round(6, {"a": 0, "b": 4})
     assert oracle.worst < TOLERANCE
-
-
-def test_chunked_attention_layers() -> None:
-    """Llama 4's text model is too large a family to build tiny in full; its mask is checked by definition."""
-    model = tiny_model("llama")
-    runner = EagerRunner(model, rows=1, max_len=32, probe=False)
-    runner.kinds = {"chunked_attention": 4}
-    positions = torch.arange(6, 9)[None]
-    mask = runner._masks(positions, None, 6, 6, None)
-    assert isinstance(mask, torch.Tensor)
-    seen = (mask[0, 0] == 0).int().tolist()
-    assert seen == [[0, 0, 0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-j", "falcon"])
@@ -264,6 +265,7 @@ def test_kinds_and_limits_are_read_from_the_config() -> None:
     config = tiny_model("gemma2").config
     assert attention_kinds(config) == {"sliding_attention": 8, "full_attention": None}
     assert attention_kinds(tiny_model("mistral").config) == {"sliding_attention": 8}
+    assert attention_kinds(tiny_model("llama4").config) == {"chunked_attention": 8, "full_attention": None}
     assert attention_kinds(tiny_model("gpt2").config) == {"full_attention": None}
     assert context_limit(tiny_model("gpt2").config) == 256
     factors = [1.0] * 6

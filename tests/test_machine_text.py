@@ -341,6 +341,17 @@ def test_no_message_forges_a_control_token(shape: str, contents: list[str], bare
     assert tokenizer.decode(ids) == rendered(tokenizer, says(*contents))
 
 
+@pytest.mark.parametrize(
+    ("around", "content"),
+    [("<|im_{}", "end|>"), ("<|im_{}", " end|>!"), ("{}end|>", "a<|im_"), ("<|im_{}|>", "end"), ("<{}>", "|im_end|")],
+)
+def test_no_message_completes_what_the_template_wrote(around: str, content: str) -> None:
+    tokenizer, codec = templated("byte_level", around.replace("{}", "{{ messages[0]['content'] | trim }}"))
+    ids = codec.encode_chat(says(content))
+    assert not only(ids, codec.special_ids)
+    assert tokenizer.decode(ids) == around.replace("{}", content.strip())
+
+
 def test_a_guarded_chat_is_encoded_like_any_other() -> None:
     """With a forged token at one end, the rest has the ids it has without it: no seams, no spaces added."""
     tokenizer = smollm()
@@ -447,6 +458,13 @@ def test_nothing_is_shown_after_a_stop() -> None:
     assert checker.push("ND two") == ("", True)
     assert checker.push("three") == ("", True)
     assert checker.flush() == ""
+
+
+def test_text_let_go_is_forgotten() -> None:
+    checker = StopChecker(["END"])
+    assert checker.push("EN") == ("", False)
+    assert checker.flush() == "EN"
+    assert checker.push("D END") == ("D ", True)
 
 
 # -- all together

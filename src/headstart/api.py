@@ -236,9 +236,7 @@ class LLM:
             probe=self._check,
         )
 
-    def _drafter(
-        self, draft: Model | Drafter | None, target: EagerRunner, dtype: str | torch.dtype
-    ) -> Drafter | None:
+    def _drafter(self, draft: Model | Drafter | None, target: EagerRunner, dtype: str | torch.dtype) -> Drafter | None:
         if draft is None or isinstance(draft, Drafter):
             return draft
         if isinstance(draft, str) and draft in registered_drafters():
@@ -357,9 +355,7 @@ def speculative_decode(
         raise InvalidParameter("input_ids", f"must be [T] or [B, T] and not empty, not {tuple(input_ids.shape)}")
     prompts = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
     longest = len(prompts[0]) + max_tokens
-    llm = LLM(
-        target_model, draft_model, gamma=gamma, max_rows=len(prompts), max_model_len=max(2, longest), check=False
-    )
+    llm = LLM(target_model, draft_model, gamma=gamma, max_rows=len(prompts), max_model_len=max(2, longest), check=False)
     answers = llm.generate(prompts, settings)
     for answer in answers:
         if answer.error:

@@ -29,12 +29,16 @@ class Controller(Protocol):
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
+
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
         """Cut deterministic guesses to what is worth verifying. After drafting, free drafters only."""
+
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from one round: a record for each of its sequences."""
+
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
+
     def reason(self) -> str | None:
         """Why speculation is held back just now, for people; None while it is not."""
 

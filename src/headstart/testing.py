@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .drafters.base import Drafter
 from .machine.kvcache import Slab
@@ -27,6 +28,7 @@ __all__ = [
     "ScriptedDrafter",
     "TableRunner",
     "tiny_model",
+    "tiny_tokenizer",
 ]
 
 
@@ -57,7 +59,12 @@ _GPT = {
     "eos_token_id": 2,
 }
 _SLIDING = {"sliding_window": TINY_WINDOW}
-_MIXED = _SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
+_MIXED = _SLIDING | {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 #: name -> (class name in transformers, arguments of its config); every one of them can be served
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +90,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmForCausalLM", _GROUPED | {"hidden_size": 64}),
     "starcoder2": ("Starcoder2ForCausalLM", _GROUPED | _SLIDING),
     "smollm3": ("SmolLM3ForCausalLM", _GROUPED),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", _GROUPED | _EXPERTS | {"head_dim": 12}),
+    "gpt-oss": ("GptOssForCausalLM", _GROUPED | _EXPERTS | _SLIDING | {"head_dim": 16, "rope_parameters": _ROPE}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        _GROUPED
+        | _EXPERTS
+        | {"intermediate_size_mlp": 64, "attention_chunk_size": 8, "head_dim": 12, "num_hidden_layers": 4}
+        | {"attn_temperature_tuning": False},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        _MLP
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+        | {"moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    ),
 }
 
 #: the same for models that cannot be served, and must be refused in a sentence
@@ -90,6 +113,12 @@ REFUSED_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", {"vocab_size": TINY_VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 4}),
     "mpt": ("MptForCausalLM", {"vocab_size": TINY_VOCABULARY, "d_model": 48, "n_layers": 2, "n_heads": 4}),
     "falcon-alibi": ("FalconForCausalLM", _SIZE | {"alibi": True}),
+    "gpt-neo": (
+        "GPTNeoForCausalLM",
+        {"vocab_size": TINY_VOCABULARY, "hidden_size": 48, "num_layers": 2, "num_heads": 4}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": TINY_WINDOW, "max_position_embeddings": 256}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
     "mamba": ("MambaForCausalLM", {"vocab_size": TINY_VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}),
     "rwkv": (
         "RwkvForCausalLM",
@@ -122,7 +151,9 @@ REFUSED_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> PreTrainedModel:
     """A small model of a named architecture with random weights, the same for the same arguments.
 
     The weights are larger than a fresh initialisation's, so that logits differ clearly from token to token
@@ -142,6 +173,29 @@ def tiny_model(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 # -- fakes with known answers -----------------------------------------------------------------------------------
+
+
+def tiny_tokenizer(size: int = TINY_VOCABULARY, *, shuffle: int = 0) -> PreTrainedTokenizerFast:
+    """A tokenizer of single ASCII characters that fits the tiny models: <s> is 1, </s> is 2, ids from 99 on are spare.
+
+    Another ``shuffle`` gives the same characters other ids: a foreign tokenizer of the same size.
+    """
+    characters = ["\n", *(chr(code) for code in range(32, 127))]
+    shift = shuffle % len(characters)
+    names = ["<unk>", "<s>", "</s>", *characters[shift:], *characters[:shift]]
+    names += [f"<spare{i}>" for i in range(size - len(names))]
+    vocabulary = {name: number for number, name in enumerate(names[:size])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}",
+    )
 
 
 class TableRunner:
@@ -195,7 +249,9 @@ class TableRunner:
             self.slab.extend(row, piece)
         return logits
 
-    def probabilities(self, prompt: Sequence[int], length: int, temperature: float = 1.0) -> dict[tuple[int, ...], float]:
+    def probabilities(
+        self, prompt: Sequence[int], length: int, temperature: float = 1.0
+    ) -> dict[tuple[int, ...], float]:
         """The exact law of the next ``length`` tokens after ``prompt``."""
         law = {(): 1.0}
         for _ in range(length):

@@ -129,7 +129,9 @@ class SamplingParams:
         _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
-            raise InvalidParameter("min_tokens", f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")
+            raise InvalidParameter(
+                "min_tokens", f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
+            )
         _integer("n", self.n, 1, MAX_N)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -186,6 +188,7 @@ class DraftView(Protocol):
     @property
     def tokens(self) -> list[int]:
         """Prompt and committed output, in order. Read it; never change it."""
+
     @property
     def prompt_length(self) -> int: ...
     @property

@@ -141,7 +141,9 @@ def closing_line(stats: Stats, inactive: str | None) -> Text:
     """What speculation did, in one line."""
     text = Text("  ", style="dim")
     if stats.drafted:
-        text.append(f"alpha {stats.acceptance_rate:.2f} ({stats.accepted} of {stats.drafted} drafted tokens accepted)   ")
+        text.append(
+            f"alpha {stats.acceptance_rate:.2f} ({stats.accepted} of {stats.drafted} drafted tokens accepted)   "
+        )
     elif inactive:
         text.append(f"speculation inactive: {inactive}   ")
     text.append(f"tau {stats.acceptance_length:.2f}   ")

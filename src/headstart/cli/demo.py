@@ -15,7 +15,7 @@ from . import common
 
 __all__ = ["demo"]
 
-_CODE = '''def average(values):
+_CODE = """def average(values):
     total = 0
     count = 0
     for value in values:
@@ -30,7 +30,7 @@ def spread(values):
     lowest = min(values)
     highest = max(values)
     return highest - lowest
-'''
+"""
 
 _TEXT = (
     "The lighthouse on Gull Point was built in 1871, after three ships were lost on the reef in a single winter. "

@@ -38,8 +38,12 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities of the k likeliest.")] = None,
     verification: common.Rule = "block",
     speculate: common.Speculate = True,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
-    prediction: Annotated[str | None, typer.Option(help="Text you expect in the answer; lookup drafts from it.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    prediction: Annotated[
+        str | None, typer.Option(help="Text you expect in the answer; lookup drafts from it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
     dtype: common.Dtype = "auto",
     device: common.Device = None,

@@ -211,5 +211,6 @@ class Engine:
             raise PromptTooLong("prompt", f"has {length} tokens; the context holds {self.max_len} with the answer")
         if length + wanted > self.max_len:
             raise PromptTooLong(
-                "max_tokens", f"is {wanted}; with {length} prompt tokens at most {self.max_len - length} fit the context"
+                "max_tokens",
+                f"is {wanted}; with {length} prompt tokens at most {self.max_len - length} fit the context",
             )

@@ -41,9 +41,7 @@ class Batch:
     def of(sequences: list[Sequence], proposals: list[Proposal | None], device: torch.device) -> Batch:
         drafts = [p.tokens if p is not None else () for p in proposals]
         widest = max(map(len, drafts))
-        lines = [
-            [s.tokens[-1], *d, *([0] * (widest - len(d)))] for s, d in zip(sequences, drafts, strict=True)
-        ]
+        lines = [[s.tokens[-1], *d, *([0] * (widest - len(d)))] for s, d in zip(sequences, drafts, strict=True)]
         if all(p is None or p.is_chain for p in proposals):
             topology = Topology.chain([len(d) for d in drafts], device)
         else:
@@ -90,13 +88,12 @@ def _judge_group(group: Group, logits: torch.Tensor, batch: Batch, vocab_size: i
         outputs = [s.tokens[s.prompt_length :] for s in sequences]
         history = History.of(prompts, outputs, logits.shape[-1], device)
     counts = torch.tensor([s.output_length for s in sequences], device=device)
-    around = {"outputs": counts, "tokens": batch.tokens, "topology": batch.topology, "history": history}
 
     if group == "greedy":
-        targets = argmaxes(logits, warp, **around)
+        targets = argmaxes(logits, warp, outputs=counts, tokens=batch.tokens, topology=batch.topology, history=history)
         return _to_host(coupled_rule(targets, batch.tokens, batch.topology), batch)
 
-    p = probabilities(logits, warp, **around)
+    p = probabilities(logits, warp, outputs=counts, tokens=batch.tokens, topology=batch.topology, history=history)
     seeds = noise.seeds([s.seed for s in sequences], device)
     base = torch.tensor([len(s.tokens) for s in sequences], device=device)
     chance = CounterChance(seeds, base, batch.width)

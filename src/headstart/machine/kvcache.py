@@ -204,8 +204,9 @@ class Slab(Cache):  # type: ignore[misc]
                     buffer[b, :, :long] = buffer[a, :, :long]
                     if kept is not None:
                         buffer[a, :, :short] = kept
-        for column in (self.lengths, self.tokens, self._keys, self._released):
-            column[a], column[b] = column[b], column[a]  # type: ignore[index]
+        columns: tuple[list[Any], ...] = (self.lengths, self.tokens, self._keys, self._released)
+        for column in columns:
+            column[a], column[b] = column[b], column[a]
         for row in (a, b):
             key = self._keys[row]
             if key is not None:
@@ -324,7 +325,8 @@ class Slab(Cache):  # type: ignore[misc]
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert 0 <= self._ready and 0 <= self._filling and self._active <= self.rows
+        assert min(self._ready, self._filling) >= 0
+        assert self._active <= self.rows
         owned = {key: row for row, key in enumerate(self._keys) if key is not None}
         assert owned == self._row_of, "the two indexes of owners differ"
         assert sorted(owned.values()) == list(range(self._active)), "the zones are not packed"
@@ -333,5 +335,5 @@ class Slab(Cache):  # type: ignore[misc]
             assert self.lengths[row] <= self.max_len, f"row {row} is too long"
         for layer in self.layers:
             if layer.is_initialized:
-                assert layer.keys.shape[0] == self.rows and layer.keys.shape[2] == self.capacity
-                assert layer.values.shape[0] == self.rows and layer.values.shape[2] == self.capacity
+                for buffer in (layer.keys, layer.values):
+                    assert (buffer.shape[0], buffer.shape[2]) == (self.rows, self.capacity)

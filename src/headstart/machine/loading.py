@@ -36,6 +36,7 @@ __all__ = ["Capability", "Loaded", "capability", "eos_ids", "load", "quiet", "re
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SERVED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _INSTEAD = "use a decoder-only model with rotary or learned positions, such as Llama, Qwen, Mistral, Gemma or SmolLM"
 
@@ -118,15 +119,20 @@ def capability(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     head = model.get_output_embeddings()
     vocabulary = int(getattr(head, "out_features", 0) or getattr(config, "vocab_size", 0))
     size = len(tokenizer) if tokenizer is not None else None
-    if size is not None and size > vocabulary and not reasons:
-        reasons = (f"the tokenizer knows {size} tokens but the model only {vocabulary}: they do not belong together",)
+    base = tokenizer.vocab_size if tokenizer is not None else 0  # without tokens that were added later
+    if base > vocabulary and not reasons:
+        reasons = (f"the tokenizer knows {base} tokens but the model only {vocabulary}: they do not belong together",)
     limit = context_limit(config)
     stated = getattr(config, "max_position_embeddings", None)
     notes = []
     if tokenizer is None:
         notes.append("no tokenizer: prompts must be token ids")
     if size is not None and size < vocabulary:
-        notes.append(f"the output head has {vocabulary - size} more rows than the tokenizer; those ids are never emitted")
+        notes.append(
+            f"the output head has {vocabulary - size} more rows than the tokenizer; those ids are never emitted"
+        )
+    if size is not None and size > vocabulary >= base:
+        notes.append(f"the tokenizer has {size - vocabulary} added tokens that the model lacks; they cannot be used")
     if limit is not None and stated is not None and limit < stated:
         notes.append(f"served up to {limit} tokens, not {stated}: beyond that its rotation depends on the batch")
     windows = [reach for kind, reach in attention_kinds(config).items() if kind == "sliding_attention" and reach]
@@ -159,7 +165,7 @@ def eos_ids(loaded: Loaded) -> tuple[int, ...]:
 
 
 def same_tokenizer(a: Loaded, b: Loaded) -> str | None:
-    """Why b's token ids do not mean what a's mean, or None when they do. Without tokenizers only sizes can be compared."""
+    """Why b's token ids do not mean what a's mean, or None when they do. Without tokenizers, sizes are compared."""
     if a.tokenizer is None or b.tokenizer is None:
         if a.report.vocab_size == b.report.vocab_size:
             return None
@@ -241,7 +247,9 @@ def _check_folder(path: Path) -> None:
     """Say what is wrong with a folder before transformers does in many more words."""
     names = os.listdir(path)
     if "adapter_config.json" in names and "config.json" not in names:
-        raise ModelRefused(f"{path} is an adapter, not a model: merge it into its base model first (peft merge_and_unload)")
+        raise ModelRefused(
+            f"{path} is an adapter, not a model: merge it into its base model first (peft merge_and_unload)"
+        )
     if "config.json" not in names:
         gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
         hint = f"; to use the GGUF file in it, name {path / gguf}" if gguf else ""
@@ -273,16 +281,20 @@ def _pretrained(name: str, dtype: torch.dtype | None, device_map: Any, remote: d
 def _explained(name: str, error: Exception) -> Exception:
     """transformers' error in one sentence, as the fault it is."""
     text = " ".join(str(error).split())
-    if "safetensors" in text and "no file" in text or "does not appear to have a file named model.safetensors" in text:
+    if "model.safetensors" in text and ("no file" in text or "not appear to have a file" in text):
         return ModelRefused(_PICKLE.format(name=name) + " (or its repository holds no weights at all)")
     if "trust_remote_code" in text:
         return ModelRefused(
             f"{name} needs code from its own repository; if you have read it and trust it, pass trust_remote_code=True"
         )
     if "gated" in text or "401" in text or "403" in text:
-        return ModelNotFound(f"{name} cannot be opened: accept its terms on huggingface.co and set HF_TOKEN ({text[:200]})")
+        return ModelNotFound(
+            f"{name} cannot be opened: accept its terms on huggingface.co and set HF_TOKEN ({text[:200]})"
+        )
     if isinstance(error, OSError):
-        return ModelNotFound(f"no model {name!r}: not a folder here, and not found on the Hugging Face hub ({text[:200]})")
+        return ModelNotFound(
+            f"no model {name!r}: not a folder here, and not found on the Hugging Face hub ({text[:200]})"
+        )
     return ModelRefused(f"transformers cannot load {name}: {text[:300]}")
 
 
@@ -294,7 +306,9 @@ def _tokenizer(name: str, remote: dict[str, Any]) -> PreTrainedTokenizerBase | N
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **remote)
     except (OSError, ValueError) as error:
         if path.is_dir():
-            raise ModelRefused(f"the tokenizer in {name} cannot be read: {' '.join(str(error).split())[:300]}") from error
+            raise ModelRefused(
+                f"the tokenizer in {name} cannot be read: {' '.join(str(error).split())[:300]}"
+            ) from error
         return None  # a hub repository without one; the report says so
     return found
 
@@ -343,10 +357,21 @@ def _refusals(config: Any, model_class: type | None) -> tuple[str, ...]:
     if model_class is not None and not hasattr(model_class, "get_output_embeddings"):
         return (f"{name} has no output head over a vocabulary; {_INSTEAD}",)
     odd = sorted(kind for kind in attention_kinds(text) if kind not in _SERVED_KINDS)
-    if getattr(model_class, "_is_stateful", False) or odd:
-        what = f"layers of another kind ({', '.join(odd)})" if odd else "recurrent layers"
+    if getattr(model_class, "_is_stateful", False) or _RECURRENT_KINDS.intersection(odd):
         return (
-            f"{name} has {what}, whose running state cannot be rolled back to before a rejected draft; {_INSTEAD}",
+            f"{name} has recurrent layers, whose running state cannot be rolled back to before a rejected draft; "
+            f"{_INSTEAD}",
+        )
+    if odd:
+        return (
+            f"{name} has layers ({', '.join(odd)}) that remember more than keys and values, which this cache does not "
+            f"hold; {_INSTEAD}",
+        )
+    if "local" in (getattr(text, "attention_layers", None) or ()) or getattr(text, "keep_window_size", None):
+        # GPT-Neo and Doge. Not left to the probe, which is shorter than their windows.
+        return (
+            f"{name} cuts its own windows by the length of the cache instead of following the mask it is given, so "
+            f"rows of different lengths cannot be run together; {_INSTEAD}",
         )
     attention = getattr(text, "attn_config", None)
     alibi = (
@@ -357,7 +382,7 @@ def _refusals(config: Any, model_class: type | None) -> tuple[str, ...]:
     )
     if alibi:
         return (
-            f"{name} uses ALiBi, which reads positions off the cache's layout and ignores the ones it is given, so rows "
-            f"of different lengths cannot be run together; {_INSTEAD}",
+            f"{name} uses ALiBi, which reads positions off the cache's layout and ignores the ones it is given, so "
+            f"rows of different lengths cannot be run together; {_INSTEAD}",
         )
     return ()

@@ -160,7 +160,7 @@ class EagerRunner:
         mask = self._masks(positions, starts, low, high, tree)
         if high + width > self._last_position + 1:
             positions = positions.clamp(max=self._last_position)
-        arguments = {
+        arguments: dict[str, Any] = {
             "input_ids": tokens,
             "attention_mask": mask,
             "position_ids": positions,
@@ -214,9 +214,9 @@ class EagerRunner:
         if not worst <= limit:  # also true for NaN
             raise ModelRefused(
                 f"{name} gives other logits when rows of different lengths share a cache than in one fresh pass "
-                f"(they differ by {worst:.2g} standard deviations, allowed is {limit:.2g}): it does not follow the mask "
-                "and the positions it is given, so drafts could not be verified; use a decoder-only model with rotary "
-                "or learned positions and ordinary attention layers"
+                f"(they differ by {worst:.2g} standard deviations, allowed is {limit:.2g}): it does not follow the "
+                "mask and the positions it is given, so drafts could not be verified; use a decoder-only model with "
+                "rotary or learned positions and ordinary attention layers"
             )
         self.slab.allocate_like(probed)
 
@@ -253,7 +253,8 @@ class EagerRunner:
     @staticmethod
     def _narrow(kind: str, reach: int | None, seen: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor:
         """Of what causality lets a token see, what its layer's window or chunk leaves."""
-        assert reach is not None and key_positions is not None
+        assert reach is not None
+        assert key_positions is not None
         asked = positions[: seen.shape[0], :, None]  # [R, N, 1]
         keys = key_positions[:, None]  # [R, 1, live]
         if kind == "chunked_attention":

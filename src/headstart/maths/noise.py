@@ -22,6 +22,7 @@ draws the drafted tokens, COUPLED is the noise which the draft and the target sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ __all__ = [
     "draw",
     "exponential",
     "keys",
+    "keys_in",
     "race",
+    "round_key",
     "seeds",
     "uniform",
 ]
@@ -92,24 +95,34 @@ def seeds(values: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
 
 
-def keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> Keys:
-    """seed [R], base [R] or [R, N], offset [R, N] or a number, stream [R] or a number -> two words of [R] or [R, N]."""
-    deep = base.dim() == 2 or (isinstance(offset, Tensor) and offset.dim() == 2)
+def _column(x: Tensor, other: Tensor | int) -> Tensor:
+    """x [R] as [R, 1] if the other one is [R, N]."""
+    return x.unsqueeze(1) if isinstance(other, Tensor) and other.dim() > x.dim() else x
 
-    def column(x: Tensor) -> Tensor:
-        return x.unsqueeze(-1) if deep and x.dim() == 1 else x
 
+def _times(x: Tensor | int, factor: int) -> Tensor | int:
+    """A product that wraps around at 64 bits; tensors do so of their own accord."""
+    return x * factor if isinstance(x, Tensor) else _signed(x * factor)
+
+
+def round_key(seed: Tensor, base: Tensor) -> Tensor:
+    """The part of ``keys`` that is the same for all of a round: seed [R], base [R] or [R, N] -> int64, like base."""
+    return _mix64(_mix64(_column(seed, base) + _STEP[0]) + base * _STEP[1])
+
+
+def keys_in(key: Tensor, offset: Tensor | int, stream: Tensor | int) -> Keys:
+    """The rest of it: key [R] or [R, N], offset a number or [R, N], stream a number or [R] -> two words."""
+    # base and offset go in between different mixings, so that no sum of the two can stand for another one.
+    key = _column(key, offset)
     if isinstance(stream, Tensor):
-        stream = column(stream)
-    if isinstance(offset, Tensor):
-        offset = column(offset)
-    x = _mix64(column(seed) + _STEP[0])
-    # Two mixings, so that no sum of base and offset can stand for another one.
-    x = _mix64(x + column(base) * _STEP[1])
-    for factor, step in ((offset, _STEP[2]), (stream, _STEP[0])):
-        x = x + (factor * step if isinstance(factor, Tensor) else _signed(factor * step))  # both wrap around
-    x = _mix64(x)
+        stream = _column(stream, key)
+    x = _mix64(key + _times(offset, _STEP[2]) + _times(stream, _STEP[0]))
     return x.to(torch.int32), (x >> 32).to(torch.int32)
+
+
+def keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> Keys:
+    """seed [R], base [R] or [R, N], offset a number or [R, N], stream a number or [R] -> two words of [R] or [R, N]."""
+    return keys_in(round_key(seed, base), offset, stream)
 
 
 def uniform(keys: Keys) -> Tensor:
@@ -124,6 +137,11 @@ def _field(size: int, device: torch.device) -> Tensor:
     for bits, factor in ((16, _LOW[0]), (15, _LOW[1])):
         x = (x ^ _shift(x, bits, 32)) * factor
     return x ^ _shift(x, 16, 32)
+
+
+@lru_cache(maxsize=8)  # a constant; on a GPU it is made anew, as a tensor made inside a graph must not be used outside
+def _cpu_field(size: int) -> Tensor:
+    return _field(size, torch.device("cpu"))
 
 
 def _exponential(keys: Keys, field: Tensor) -> Tensor:
@@ -148,8 +166,9 @@ def _exponential(keys: Keys, field: Tensor) -> Tensor:
 
 
 def exponential(keys: Keys, size: int) -> Tensor:
-    """Standard exponential noise, a number for each of ``size`` tokens: keys [..] -> [.., size] float32, > 0, finite."""
-    return _exponential(keys, _field(size, keys[0].device))
+    """Standard exponential noise, one number a token: keys [..] -> [.., size] float32, above 0 and finite."""
+    device = keys[0].device
+    return _exponential(keys, _cpu_field(size) if device.type == "cpu" else _field(size, device))
 
 
 def draw(p: Tensor, noise: Tensor) -> Tensor:
@@ -164,11 +183,10 @@ def draw(p: Tensor, noise: Tensor) -> Tensor:
 
 def race(p: Tensor, keys: Keys) -> Tensor:
     """``draw`` with the keys' own noise: p [.., V], keys [..] -> [..] int64."""
-    field = _field(p.shape[-1], p.device)
     if p.device.type != "cpu":
-        return draw(p, _exponential(keys, field))
+        return draw(p, exponential(keys, p.shape[-1]))
     # One vocabulary at a time stays in a CPU's cache, which beats a dozen passes over all of them.
     flat = p.reshape(-1, p.shape[-1])
     low, high = keys[0].reshape(-1), keys[1].reshape(-1)
-    winners = [draw(flat[i], _exponential((low[i], high[i]), field)) for i in range(len(flat))]
+    winners = [draw(flat[i], exponential((low[i], high[i]), p.shape[-1])) for i in range(len(flat))]
     return torch.stack(winners).view(p.shape[:-1]) if winners else low

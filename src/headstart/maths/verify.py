@@ -56,12 +56,13 @@ class CounterChance:
 
     def __init__(self, seeds: Tensor, base: Tensor, width: int = 256) -> None:
         self._seeds, self._base, self._width = seeds, base, width
+        self._round = noise.round_key(seeds, base)
         self._uniform: Tensor | None = None  # [R, width], made when first asked for
 
     def accept(self, node: Tensor, probability: Tensor) -> Tensor:
         if self._uniform is None:
-            nodes = torch.arange(self._width, device=node.device).expand(len(self._seeds), -1)
-            self._uniform = noise.uniform(noise.keys(self._seeds, self._base, nodes, noise.ACCEPT))
+            nodes = torch.arange(self._width, device=node.device).expand(len(node), -1)
+            self._uniform = noise.uniform(noise.keys_in(self._round, nodes, noise.ACCEPT))
         return self._uniform.gather(1, node.unsqueeze(1)).squeeze(1) < probability
 
     def draw(self, weights: Tensor, drafted: Tensor | None = None) -> Tensor:
@@ -69,7 +70,7 @@ class CounterChance:
         stream: Tensor | int = noise.RESIDUAL
         if drafted is not None:
             stream = torch.where(drafted, noise.RESIDUAL, noise.COUPLED)
-        return noise.race(weights, noise.keys(self._seeds, self._base, 0, stream))
+        return noise.race(weights, noise.keys_in(self._round, 0, stream))
 
     def targets(self, p: Tensor, depth: Tensor) -> Tensor:
         keys = noise.keys(self._seeds, self._base.unsqueeze(1) + depth, 0, noise.COUPLED)
@@ -242,12 +243,12 @@ class _Trees(_Draft):
         return _at(self.left, node)
 
 
-def _begin(p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds: Sequence[Draw]) -> _Chains:
-    kind = _Chains if topology.is_chain else _Trees
+def _begin(p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds: Sequence[Draw]) -> _Draft:
+    kind: type[_Draft] = _Chains if topology.is_chain else _Trees
     return kind(p, effective_q(q, tokens, topology, draw_kinds), tokens, topology)
 
 
-def _verdicts(state: _Chains, last: Tensor, topology: Topology, chance: Chance) -> Verdicts:
+def _verdicts(state: _Draft, last: Tensor, topology: Topology, chance: Chance) -> Verdicts:
     """Draw the target's own token after the last accepted node [R]."""
     weights = state.last(last)
     # Rounding alone can leave a residual of nothing (p and q are then equal but for the last bits): p itself will do.

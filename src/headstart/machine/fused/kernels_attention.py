@@ -39,7 +39,7 @@ def _attend_kernel(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     CHUNK: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """part [tokens, HEADS, SPLITS, D] and stats [tokens, HEADS, SPLITS, 2] if SPLITS > 1, else out [tokens, HEADS, D]."""
+    """To out [tokens, HEADS, D]; with several splits to part [tokens, HEADS, SPLITS, D] and stats [.., SPLITS, 2]."""
     G: tl.constexpr = HEADS // KV
     split = tl.program_id(0)
     row = tl.program_id(1) // KV
@@ -112,7 +112,7 @@ def _attend_kernel(
 def _join_kernel(
     out, part, stats, lengths, width, window, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CHUNK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ_TOKENS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the chunks of one token and head. Chunks are taken GROUP by GROUP, so that their number changes no sum."""
     token = tl.program_id(0)
@@ -121,7 +121,7 @@ def _join_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     index = token % width
-    length, low, high = _reach(lengths, token // width, width, index, window, TREE, WINDOW)
+    _, low, high = _reach(lengths, token // width, width, index, window, TREE, WINDOW)
     first = low // CHUNK
     last = tl.cdiv(high, CHUNK)
     d = tl.arange(0, DP)
@@ -192,5 +192,5 @@ def attend(
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(tokens, heads)](
-            out, part, stats, lengths, width, window or 0, CHUNK=chunk, GROUP=16, BQ_TOKENS=1, num_warps=4, **common
+            out, part, stats, lengths, width, window or 0, CHUNK=chunk, GROUP=16, num_warps=4, **common
         )

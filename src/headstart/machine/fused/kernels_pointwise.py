@@ -75,7 +75,7 @@ def _rotate_kernel(
     source = qkv + (m.to(tl.int64) * (HEADS + 2 * KV) + head) * D
     a = tl.load(source + ca, mask=real, other=0.0).to(tl.float32)
     b = tl.load(source + cb, mask=real, other=0.0).to(tl.float32)
-    if NORM:
+    if NORM:  # noqa: SIM102 - one is known when compiling, the other is not
         if head < HEADS + KV:
             gain = q_gain
             if head >= HEADS:

@@ -208,7 +208,7 @@ class FusedModel:
         w = self.weights
         if keep == 0:
             return self._new(step.rows, 0, w.vocab_size, dtype=torch.float32)
-        x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1)
+        x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1).contiguous()
         normed = torch.empty_like(x)
         norm(x, None, w.norm, normed, eps=w.eps, pdl=self.overlap)
         return self._head(normed, None, step.rows, keep)

@@ -1,0 +1,157 @@
+"""What a request asks of its distribution, for a whole batch, as tensors on the device.
+
+Knows: sampling parameters row by row (``Warp``) and the tokens that penalties count (``History``).
+Does not know: logits. ``distribution`` applies both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import SamplingParams
+
+__all__ = ["History", "Warp"]
+
+_COLD = 0.01  # below this temperature the largest logit is subtracted first, so that the quotient cannot overflow
+
+
+@dataclass(frozen=True)
+class Warp:
+    """Sampling parameters of R rows as tensors on the device; None where no row uses the feature."""
+
+    vocab_size: int  # ids from here on are padding and never get mass
+    greedy: Tensor  # [R] bool
+    all_greedy: bool
+    any_greedy: bool
+    needs_history: bool  # some row uses a penalty
+    temperature: Tensor | None  # [R]; 1 for greedy rows
+    cold: bool  # some temperature is close to 0
+    min_p: Tensor | None  # [R]
+    top_k: Tensor | None  # [R] int64; a huge number for rows without
+    most_k: int  # the largest top_k in use
+    top_p: Tensor | None  # [R]
+    bias: tuple[Tensor, Tensor] | None  # [R, B] token ids, and [R, B] what to add to their logits
+    early_eos: tuple[Tensor, Tensor, Tensor] | None  # [R] min_tokens, [R, E] token ids, [R, E] bool: not padding
+    repetition: Tensor | None  # [R]
+    frequency: Tensor | None  # [R]
+    presence: Tensor | None  # [R]
+    source: tuple[tuple[SamplingParams, tuple[int, ...]], ...]  # parameters and eos ids, row by row
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        params: Sequence[SamplingParams],
+        *,
+        vocab_size: int,
+        eos: Sequence[Sequence[int]],
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+    ) -> Warp:
+        """``eos[r]``: the ids row r may not draw until its min_tokens are out. ``dtype``: float64 for exact tests."""
+
+        def column(values: list[float], unused: float) -> Tensor | None:
+            used = any(value != unused for value in values)
+            return torch.tensor(values, dtype=dtype, device=device) if used else None
+
+        # Greedy rows need none of the warpers: none of them can move the argmax.
+        warm = [1.0 if p.greedy else p.temperature for p in params]
+        ks = [0 if p.greedy or p.top_k >= vocab_size else p.top_k for p in params]
+        repetition = column([p.repetition_penalty for p in params], 1.0)
+        frequency = column([p.frequency_penalty for p in params], 0.0)
+        presence = column([p.presence_penalty for p in params], 0.0)
+        return Warp(
+            vocab_size=vocab_size,
+            greedy=torch.tensor([p.greedy for p in params], dtype=torch.bool, device=device),
+            all_greedy=all(p.greedy for p in params),
+            any_greedy=any(p.greedy for p in params),
+            needs_history=not (repetition is None and frequency is None and presence is None),
+            temperature=column([max(t, 1e-30) for t in warm], 1.0),
+            cold=min(warm, default=1.0) < _COLD,
+            min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
+            top_k=torch.tensor([k or 2**62 for k in ks], device=device) if any(ks) else None,
+            most_k=max(ks, default=0),
+            top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
+            bias=_bias(params, vocab_size, device, dtype),
+            early_eos=_early_eos(params, eos, vocab_size, device),
+            repetition=repetition,
+            frequency=frequency,
+            presence=presence,
+            source=tuple((p, tuple(ids)) for p, ids in zip(params, eos, strict=True)),
+            dtype=dtype,
+        )
+
+    def select(self, rows: Sequence[int] | Tensor) -> Warp:
+        """These rows only, in this order. Who shares a batch is decided on the host, so it is made anew there."""
+        chosen = [self.source[row] for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
+        return Warp.of(
+            [params for params, _ in chosen],
+            vocab_size=self.vocab_size,
+            eos=[ids for _, ids in chosen],
+            device=self.greedy.device,
+            dtype=self.dtype,
+        )
+
+
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Lists of different lengths as one tensor, zeros at the end."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+
+
+def _bias(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    pairs = [{i: v for i, v in (p.logit_bias or {}).items() if i < vocab_size} for p in params]
+    if not any(pairs):
+        return None
+    ids = _padded([list(row) for row in pairs], torch.int64, device)
+    return ids, _padded([list(row.values()) for row in pairs], dtype, device)
+
+
+def _early_eos(
+    params: Sequence[SamplingParams], eos: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    ends = [[i for i in ids if i < vocab_size] if p.min_tokens else [] for p, ids in zip(params, eos, strict=True)]
+    if not any(ends):
+        return None
+    least = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=device)
+    real = _padded([[1] * len(row) for row in ends], torch.bool, device)
+    return least, _padded(ends, torch.int64, device), real
+
+
+@dataclass(frozen=True)
+class History:
+    """What penalties need to know of the past."""
+
+    prompt: Tensor  # [R, V] bool: the token occurs in the prompt
+    counts: Tensor  # [R, V] float32: how often it occurs in the committed output
+
+    @staticmethod
+    def of(
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        V: int,
+        device: torch.device | str,
+    ) -> History:
+        prompt = np.zeros((len(prompts), V), dtype=np.bool_)
+        counts = np.zeros((len(prompts), V), dtype=np.float32)
+        for row, (before, after) in enumerate(zip(prompts, outputs, strict=True)):
+            # Ids a smaller draft vocabulary lacks can have no logit there either.
+            seen, out = np.asarray(before, dtype=np.int64), np.asarray(after, dtype=np.int64)
+            prompt[row, seen[seen < V]] = True
+            np.add.at(counts[row], out[out < V], 1.0)
+        return History(torch.from_numpy(prompt).to(device), torch.from_numpy(counts).to(device))
+
+    def add(self, tokens: Tensor) -> History:
+        """Count one more output token for each row (tokens [R]), in place; returns itself."""
+        self.counts.scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(self.counts[:, :1]))
+        return self
+
+    def copy(self) -> History:
+        """A draft loop adds its guesses to a copy, so that only accepted tokens count afterwards."""
+        return History(self.prompt, self.counts.clone())

@@ -1,0 +1,26 @@
+"""What the tests share: the embedded model, loaded once, and one torch thread (two collapse on a busy machine)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headstart import LLM
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> LLM:
+    """The embedded model with lookup; converted into the cache on first use."""
+    return LLM(draft="lookup", max_rows=4, max_model_len=2048)

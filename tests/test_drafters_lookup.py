@@ -1,0 +1,233 @@
+"""The suffix automaton against the definition of a longest match, and the drafter that copies from it."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.drafters.base import drafter_named
+from headstart.drafters.lookup import MAX_PREDICTION, MAX_STRENGTH, LookupDrafter
+from headstart.drafters.suffix import SuffixAutomaton
+from headstart.errors import InvalidParameter
+from headstart.types import Proposal, SamplingParams
+
+
+@dataclass
+class View:
+    tokens: list[int]
+    prediction: tuple[int, ...] = ()
+    id: str = "a"
+    prompt_length: int = 0
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+
+
+def longest_match(text: list[int], longest: int | None = None) -> tuple[int, int] | None:
+    """By the definition: the longest suffix (no longer than ``longest``) that ended before, and its latest end."""
+    for length in range(min(len(text) - 1, longest or len(text)), 0, -1):
+        suffix = text[len(text) - length :]
+        for end in range(len(text) - 2, length - 2, -1):
+            if text[end - length + 1 : end + 1] == suffix:
+                return length, end
+    return None
+
+
+def all_matches(text: list[int]) -> list[tuple[int, int]]:
+    """The longest match for every set of earlier ends, longest first: those that a shorter suffix adds ends to."""
+    found: list[tuple[int, int]] = []
+    known = 0
+    for length in range(len(text) - 1, 0, -1):
+        suffix = text[len(text) - length :]
+        ends = [end for end in range(length - 1, len(text) - 1) if text[end - length + 1 : end + 1] == suffix]
+        if len(ends) > known:
+            found.append((length, ends[-1]))
+            known = len(ends)
+    return found
+
+
+small_texts = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), max_size=30))
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=small_texts)
+def test_every_match_of_every_beginning(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for position, token in enumerate(text):
+        automaton.extend([token])
+        so_far = text[: position + 1]
+        assert list(automaton.matches()) == all_matches(so_far)
+        assert next(automaton.matches(), None) == longest_match(so_far)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=small_texts, cuts=st.lists(st.integers(0, 30)))
+def test_pieces_do_not_matter(text: list[int], cuts: list[int]) -> None:
+    automaton, done = SuffixAutomaton(), 0
+    for cut in sorted(cuts):
+        automaton.extend(text[done:cut])
+        done = max(done, cut)
+    automaton.extend(text[done:])
+    assert automaton.tokens == text
+    assert list(automaton.matches()) == list(SuffixAutomaton(text).matches())
+
+
+def test_long_repetition_still_gives_true_matches() -> None:
+    """Deeper than the automaton notes latest ends: lengths stay exact and every end is a real one."""
+    text = [1, 2, 3, 9] * 60 + [5, 6] + [1, 2, 3]
+    automaton = SuffixAutomaton(text)
+    for length, end in automaton.matches():
+        assert end < len(text) - 1
+        assert text[end - length + 1 : end + 1] == text[len(text) - length :]
+    assert next(automaton.matches())[0] == 3
+    automaton.extend([1, 2, 3, 9] * 60)
+    assert next(automaton.matches())[0] == 240
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.lists(st.integers(0, 3), min_size=1, max_size=20), data=st.data())
+def test_continuation_runs_into_itself(text: list[int], data: st.DataObject) -> None:
+    end = data.draw(st.integers(0, len(text) - 2)) if len(text) > 1 else -1
+    count = data.draw(st.integers(1, 40))
+    whole = list(text)
+    for step in range(count):
+        whole.append(whole[end + 1 + step])
+    assert SuffixAutomaton(text).continuation(end, count) == whole[len(text) :]
+
+
+def only(drafter: LookupDrafter, view: View, budget: int) -> Proposal | None:
+    (proposal,) = drafter.propose([view], [budget])
+    return proposal
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=25),
+    prediction=st.lists(st.integers(0, 3), max_size=12),
+    budget=st.integers(0, 20),
+    steps=st.lists(st.integers(1, 25), max_size=4),
+)
+def test_drafts_are_what_followed_the_longest_match(
+    text: list[int], prediction: list[int], budget: int, steps: list[int]
+) -> None:
+    drafter = LookupDrafter()
+    view = View([], tuple(prediction))
+    for length in sorted({min(step, len(text)) for step in [*steps, 25]}):
+        view.tokens = text[:length]
+        proposal = only(drafter, view, budget)
+        searched = [*prediction, -1, *view.tokens] if prediction else view.tokens
+        found = longest_match(searched)
+        while found is not None and searched[found[1] + 1] == -1:  # nothing follows: the next shorter one
+            found = next((m for m in all_matches(searched) if m[0] < found[0]), None)
+        if budget == 0 or found is None:
+            assert proposal is None
+            continue
+        assert proposal is not None
+        assert proposal.is_chain
+        assert proposal.draw == "point"
+        assert proposal.strength == min(found[0], MAX_STRENGTH)
+        assert 1 <= len(proposal) <= budget
+        assert min(proposal.tokens) >= 0
+        rest = [*searched[found[1] + 1 :], *proposal.tokens]
+        assert list(proposal.tokens) == rest[: len(proposal)]
+        if -1 not in rest:  # nothing but the end of the prediction makes a draft short
+            assert len(proposal) == budget
+
+
+def test_a_loop_is_drafted_to_full_length() -> None:
+    proposal = only(LookupDrafter(), View([7, 8, 9, 7, 8, 9, 7]), 10)
+    assert proposal is not None
+    assert proposal.tokens == (8, 9, 7, 8, 9, 7, 8, 9, 7, 8)
+    assert proposal.strength == 4
+
+
+def test_the_latest_of_two_occurrences_wins() -> None:
+    proposal = only(LookupDrafter(), View([1, 2, 50, 1, 2, 60, 3, 1, 2]), 2)
+    assert proposal is not None
+    assert proposal.tokens == (60, 3)
+
+
+def test_an_answer_begins_as_predicted() -> None:
+    drafter = LookupDrafter()
+    view = View([5, 6, 1, 5, 6], prediction=(10, 11, 12, 13), prompt_length=5)
+    first = only(drafter, view, 3)
+    assert first is not None
+    assert first.tokens == (10, 11, 12)  # though the prompt has a match of its own
+    whole = only(drafter, view, 9)
+    assert whole is not None
+    assert whole.tokens == (10, 11, 12, 13)  # and not the separator
+    view.tokens = [5, 6, 1, 5, 6, 99, 11]
+    later = only(drafter, view, 9)
+    assert later is not None
+    assert later.tokens == (12, 13)
+    view.tokens = [5, 6, 1, 5, 6, 99, 11, 13]
+    assert only(drafter, view, 9) is None  # the prediction ends there, and nothing else matches
+
+
+def test_what_was_said_wins_over_the_prediction() -> None:
+    view = View([1, 2, 60, 3, 1, 2], prediction=(1, 2, 50), prompt_length=1)
+    proposal = only(LookupDrafter(), view, 1)
+    assert proposal is not None
+    assert proposal.tokens == (60,)
+
+
+def test_a_hostile_prediction_is_bounded() -> None:
+    drafter = LookupDrafter()
+    view = View([1, 2, 3], prediction=tuple(range(MAX_PREDICTION)) + (1, 2, 3, 4) * 50_000, prompt_length=1)
+    assert only(drafter, view, 4) is not None
+    assert drafter.indexed_tokens == MAX_PREDICTION + 1 + 3
+    negative = View([1, 2, 3, 1], prediction=(-1, -7, 2), id="b", prompt_length=4)
+    proposal = only(drafter, negative, 4)
+    assert proposal is not None
+    assert min(proposal.tokens) >= 0
+
+
+def test_sequences_do_not_mix() -> None:
+    drafter = LookupDrafter()
+    views = [View([1, 2, 1], id="a"), View([1, 9, 1], id="b"), View([1, 2, 3], id="c"), View([1, 1], id="d")]
+    assert [p and p.tokens for p in drafter.propose(views, [2, 1, 5, 0])] == [(2, 1), (9,), None, None]
+
+
+def test_short_matches_can_be_left_out() -> None:
+    view = View([1, 2, 3, 1, 2])
+    assert only(LookupDrafter(min_match=2), view, 1) is not None
+    assert only(LookupDrafter(min_match=3), view, 1) is None
+    with pytest.raises(InvalidParameter, match="min_match"):
+        LookupDrafter(min_match=0)
+
+
+def test_release_frees_memory() -> None:
+    drafter = LookupDrafter()
+    text = [token % 1009 for token in range(20_000)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for name in "abc":
+            only(drafter, View(text, id=name), 4)
+        held = tracemalloc.get_traced_memory()[0] - before
+        assert drafter.indexed_tokens == 60_000
+        for name in "abc":
+            drafter.release(name)
+        drafter.release("never seen")
+        gc.collect()
+        assert drafter.indexed_tokens == 0
+        assert tracemalloc.get_traced_memory()[0] - before < held / 100
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_name_used_again_is_another_sequence() -> None:
+    drafter = LookupDrafter()
+    only(drafter, View([1, 2, 3, 1, 2, 3]), 2)
+    proposal = only(drafter, View([8, 9, 8]), 2)
+    assert proposal is not None
+    assert proposal.tokens == (9, 8)
+
+
+def test_found_by_name() -> None:
+    assert isinstance(drafter_named("lookup"), LookupDrafter)
+    assert LookupDrafter.free

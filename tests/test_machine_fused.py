@@ -1,0 +1,298 @@
+"""Fused models against the Hugging Face modules they were lowered from.
+
+On a GPU: ``pytest -m gpu``. Without one the same tests run in Triton's interpreter where triton is installed and
+TRITON_INTERPRET=1 is set (slow); else they are skipped, and only the lowering itself is tested.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from headstart.machine import fused
+from headstart.machine.fused.lower import lower, why_not
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernels = pytest.mark.skipif(fused.available() is not None, reason=str(fused.available()))
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 96,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-bias-llama3": LlamaConfig(**SIZES | {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "llama-no-groups": LlamaConfig(**SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "smollm": LlamaConfig(**SIZES | {"head_dim": 64, "tie_word_embeddings": True, "hidden_size": 576}),
+    "mistral": MistralConfig(**SIZES | {"sliding_window": 11}),
+    "qwen2": Qwen2Config(**SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": Qwen3Config(**SIZES),
+    "phi3": Phi3Config(**SIZES | PHI | {"head_dim": 96, "num_attention_heads": 4, "sliding_window": None}),
+    "phi3-partial": Phi3Config(
+        **SIZES
+        | PHI
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+    ),
+}
+
+
+def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(hash(name) % 1000)
+    config = copy.deepcopy(CONFIGS[name])
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "norm" in key:
+                p.copy_(1 + 0.3 * torch.randn_like(p))
+            else:
+                p.normal_(0, 2 / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.5)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)  # not model.to(dtype), which would round the rotary table too
+    return model.to(device)
+
+
+@torch.inference_mode()
+def truth(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits [len, V] of one fresh pass, float32."""
+    return model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
+
+
+def draw(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 211, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Rig:
+    """A model, its fused twin, and rows of known text."""
+
+    def __init__(self, name: str, dtype: torch.dtype, *, rows: int = 3, capacity: int = 160) -> None:
+        self.model = build(name, DEVICE, dtype)
+        self.fused = fused.fuse(self.model, rows=rows, capacity=capacity)
+        self.texts = [draw(capacity, row) for row in range(rows)]
+        self.exact = dtype == torch.float32
+        wide = copy.deepcopy(self.model).float()
+        self.want = [truth(wide, text) for text in self.texts]
+
+    def feed(self, starts: list[int], width: int, **options: Any) -> torch.Tensor:
+        tokens = torch.tensor([t[s : s + width] for t, s in zip(self.texts, starts, strict=False)], device=DEVICE)
+        lengths = torch.tensor(starts, device=DEVICE, dtype=torch.int32)
+        return self.fused.forward(tokens, lengths, **options)
+
+    def check(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        assert got.dtype == torch.float32
+        error = float((got - want).norm() / want.norm())
+        assert error < (2e-5 if self.exact else 3e-2), error
+
+    def check_rows(self, starts: list[int], width: int, **options: Any) -> None:
+        logits = self.feed(starts, width, **options)
+        for row, start in enumerate(starts):
+            self.check(logits[row], self.want[row][start : start + width][-logits.shape[1] :])
+
+
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+
+
+@kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture(name: str, dtype: torch.dtype) -> None:
+    """Prefill, ragged decoding of one and of several tokens, a rejected draft overwritten, and one token alone."""
+    rig = Rig(name, dtype)
+    rig.check_rows([0, 0, 0], 20, keep=3)  # 60 tokens: the wide path
+    rig.check_rows([20, 13, 6], 9)  # 27 tokens, ragged, over keys that were rolled back
+    rig.check_rows([25, 22, 15], 1)
+    rig.check_rows([26], 5)
+
+
+@kernels
+@pytest.mark.gpu
+def test_long_rows_are_split_and_joined() -> None:
+    rig = Rig("llama", torch.float32, rows=2, capacity=300)
+    rig.fused.chunk = 64
+    rig.check_rows([0, 0], 100, keep=1)
+    rig.check_rows([100, 100], 70, keep=2)
+    rig.check_rows([170, 90], 3)
+    rig.check_rows([173, 93], 1, bound=192)
+    rig.check_rows([174, 60], 1)
+
+
+@kernels
+@pytest.mark.gpu
+def test_split_windows() -> None:
+    rig = Rig("mistral", torch.float32, rows=2, capacity=220)
+    rig.fused.chunk = 64
+    rig.check_rows([0, 0], 80, keep=1)
+    rig.check_rows([80, 60], 80, keep=2)
+    rig.check_rows([133, 64], 4)
+
+
+TREE = [[-1, 0, 0, 1, 2, 1], [-1, 0, 1, 2, 2, 0]]  # each node's parent, root first
+
+
+@kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_trees(name: str, dense: bool) -> None:
+    """Each node's logits are those of its own path, in the skinny and in the wide path."""
+    rig = Rig(name, torch.float32, rows=2)
+    repeat = 3 if dense else 1  # 2 x 18 nodes take the wide path
+    # Further copies of the tree hang from the first one's root.
+    parents = [[p + 6 * k if i else 0 for k in range(repeat) for i, p in enumerate(row)] for row in TREE]
+    nodes = 6 * repeat
+    ancestors = torch.zeros(2, nodes, nodes, dtype=torch.bool)
+    paths: list[list[list[int]]] = []
+    for r, row in enumerate(parents):
+        paths.append([])
+        for i in range(nodes):
+            path = [i]
+            while path[0] != 0:
+                path.insert(0, row[path[0]])
+            paths[r].append(path)
+            ancestors[r, i, path] = True
+    starts = [17, 12]
+    rig.feed([0, 0], 20, keep=0)
+    drafted = [draw(nodes, 50 + r) for r in range(2)]
+    got = rig.fused.forward(
+        torch.tensor(drafted, device=DEVICE), torch.tensor(starts, device=DEVICE), ancestors.to(DEVICE)
+    )
+    for r in range(2):
+        for i in range(nodes):
+            tokens = rig.texts[r][: starts[r]] + [drafted[r][n] for n in paths[r][i]]
+            rig.check(got[r, i], truth(rig.model, tokens)[-1])
+
+
+@kernels
+@pytest.mark.gpu
+def test_first_row_leaves_other_rows_alone() -> None:
+    rig = Rig("llama", torch.float32)
+    rig.feed([0, 0, 0], 12, keep=0)
+    before = [(k[[0, 2]].clone(), v[[0, 2]].clone()) for k, v in rig.fused.cache]
+    tokens = torch.tensor([rig.texts[1][12:16]], device=DEVICE)
+    got = rig.fused.forward(tokens, torch.tensor([12], device=DEVICE), first_row=1)
+    rig.check(got[0], rig.want[1][12:16])
+    for (k, v), (old_k, old_v) in zip(rig.fused.cache, before, strict=True):
+        assert torch.equal(k[[0, 2]], old_k)
+        assert torch.equal(v[[0, 2]], old_v)
+
+
+@kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_alone_and_among_others_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    """Verifying nine tokens gives the very logits that decoding one by one gives: speculation changes no bit."""
+    rig = Rig("smollm", dtype, rows=2)
+    rig.fused.chunk = 64
+    rig.feed([0, 0], 60, keep=0)
+    together = rig.feed([60, 50], 9)
+    for i in range(9):
+        alone = rig.feed([60 + i], 1)
+        assert torch.equal(alone[0, 0], together[0, i])
+    among = rig.feed([60, 50], 16)  # 32 rows
+    assert torch.equal(among[:, :9], together)
+
+
+@kernels
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
+def test_a_captured_forward_reads_lengths_from_the_device() -> None:
+    rig = Rig("llama", torch.float32, rows=2)
+    rig.feed([0, 0], 20, keep=0)
+    tokens = torch.tensor([t[:2] for t in rig.texts[:2]], device=DEVICE)
+    lengths = torch.zeros(2, device=DEVICE, dtype=torch.int32)
+    rig.fused.forward(tokens, lengths)  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = rig.fused.forward(tokens, lengths)
+    rig.feed([0, 0], 20, keep=0)
+    for starts in ([15, 9], [17, 11], [4, 13]):
+        tokens.copy_(torch.tensor([t[s : s + 2] for t, s in zip(rig.texts, starts, strict=False)]))
+        lengths.copy_(torch.tensor(starts))
+        graph.replay()
+        for row, start in enumerate(starts):
+            rig.check(logits[row], rig.want[row][start : start + 2])
+
+
+# -- the lowering itself, without a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lowering_leaves_the_model_as_it_was(name: str) -> None:
+    model = build(name)
+    assert why_not(model) is None
+    tokens = draw(15, 1)
+    before = truth(model, tokens)
+    weights = lower(model)
+    assert torch.equal(truth(model, tokens), before)
+    again = lower(model)
+    for a, b in zip(weights.layers, again.layers, strict=True):
+        assert a.qkv.data_ptr() == b.qkv.data_ptr()
+        assert torch.equal(a.gate_up, b.gate_up)
+    if hasattr(model.model.layers[1].self_attn, "k_proj"):  # the modules are views: nothing is stored twice
+        q = model.config.num_attention_heads * model.config.head_dim
+        at = weights.layers[1].qkv[q:].data_ptr()
+        assert model.model.layers[1].self_attn.k_proj.weight.data_ptr() == at
+
+
+def test_windows_are_read_layer_by_layer() -> None:
+    assert [layer.window for layer in lower(build("qwen2")).layers] == [None, 9]
+    assert [layer.window for layer in lower(build("mistral")).layers] == [11, 11]
+    assert [layer.window for layer in lower(build("llama")).layers] == [None, None]
+
+
+def test_what_cannot_be_lowered_says_why() -> None:
+    gpt = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50))
+    assert "GPT2" in str(why_not(gpt))
+    reasons = {
+        "gelu": {"hidden_act": "gelu"},
+        "biases": {"mlp_bias": True},
+        "head width 16": {"head_dim": 16},
+        "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    }
+    for words, change in reasons.items():
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | change))
+        assert words in str(why_not(model)), words
+    half = build("llama").half()
+    assert "float32 or all bfloat16" in str(why_not(half))
+
+
+def test_rotary_table_of_a_partial_head() -> None:
+    weights = lower(build("phi3-partial"))
+    cos, sin, turning = weights.rotary_table(40)
+    assert (turning, cos.shape) == (8, (40, 16))
+    assert bool((cos[:, 8:] == 1).all())
+    assert not bool(sin[:, 8:].any())
+    assert bool(sin[1:, 0].any())

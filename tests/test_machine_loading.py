@@ -1,0 +1,323 @@
+"""Where models come from, what is refused, and that every refusal says why and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
+
+from headstart.errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
+from headstart.machine import loading
+from headstart.machine.loading import Loaded, capability, eos_ids, load, same_tokenizer
+from headstart.testing import ARCHITECTURES, REFUSED_ARCHITECTURES, TINY_VOCABULARY, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with loading.quiet():
+        tiny_model("llama").save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_loads_with_its_tokenizer_and_a_report(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = load(folder)
+    assert capfd.readouterr() == ("", ""), "loading must not draw bars through a program's output"
+    original = tiny_model("llama")
+    assert torch.equal(loaded.model.lm_head.weight, original.lm_head.weight)
+    assert not loaded.model.training
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.decode(loaded.tokenizer("Hi there!\n").input_ids) == "Hi there!\n"
+    report = loaded.report
+    assert report.supported
+    assert report.reasons == report.notes == ()
+    assert report.architecture == "LlamaForCausalLM"
+    assert report.parameters == original.num_parameters()
+    assert report.bytes == 4 * report.parameters
+    assert (report.layers, report.vocab_size, report.tokenizer_size) == (2, TINY_VOCABULARY, TINY_VOCABULARY)
+    assert (report.max_context, report.sliding_window, report.dtype) == (256, None, "float32")
+    assert report.device == str(loaded.model.device)
+    assert eos_ids(loaded) == (2,)
+
+
+def test_dtype(folder: Path) -> None:
+    assert load(str(folder), dtype="bfloat16").report.dtype == "bfloat16"
+    assert load(folder, dtype=torch.float64).report.dtype == "float64"
+    with loading.quiet():
+        tiny_model("llama", dtype=torch.bfloat16).save_pretrained(folder)
+    assert load(folder, device="cpu").report.dtype == "float32", "on the CPU, float32 is the fast and exact one"
+    for wrong in ("int8", "half a float", torch.int32):
+        with pytest.raises(InvalidParameter, match="dtype must be"):
+            load(folder, dtype=wrong)
+
+
+def test_a_live_model_is_taken_as_it_is() -> None:
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    loaded = load(model)
+    assert loaded.model is model
+    assert loaded.tokenizer is None
+    assert loaded.report.dtype == "bfloat16"
+    assert loaded.report.notes == ("no tokenizer: prompts must be token ids",)
+    tokenizer = tiny_tokenizer()
+    assert load(model, tokenizer=tokenizer).tokenizer is tokenizer
+
+
+def test_a_tokenizer_can_come_from_elsewhere(folder: Path) -> None:
+    loaded = load(tiny_model("gpt2"), tokenizer=folder)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+    with pytest.raises(ModelRefused, match="knows 120 tokens but the model only 112"):
+        load(tiny_model("gpt2"), tokenizer=tiny_tokenizer(120))
+    added = tiny_tokenizer()
+    added.add_tokens(["<tool>"])
+    notes = load(tiny_model("gpt2"), tokenizer=added).report.notes
+    assert notes == ("the tokenizer has 1 added tokens that the model lacks; they cannot be used",)
+
+
+def test_a_folder_without_a_tokenizer_still_loads(tmp_path: Path) -> None:
+    with loading.quiet():
+        tiny_model("llama").save_pretrained(tmp_path)
+    assert load(tmp_path).tokenizer is None
+
+
+def test_a_padded_head_and_a_long_rope_are_noted() -> None:
+    report = load(tiny_model("llama", vocab_size=128), tokenizer=tiny_tokenizer()).report
+    assert report.notes == ("the output head has 16 more rows than the tokenizer; those ids are never emitted",)
+    factors = [1.0] * 6
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 10000.0}
+    model = tiny_model("phi3", original_max_position_embeddings=64, rope_parameters=rope)
+    report = capability(model, tiny_tokenizer())
+    assert report.max_context == 64
+    assert report.notes == ("served up to 64 tokens, not 256: beyond that its rotation depends on the batch",)
+    assert report.sliding_window == 8
+
+
+def test_end_tokens_come_from_everywhere_they_are_written() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [7, 9]
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<spare0>"
+    assert eos_ids(load(model, tokenizer=tokenizer)) == (2, 7, 9, 99)
+    model.generation_config.eos_token_id = TINY_VOCABULARY + 5  # an id the model does not have
+    assert eos_ids(load(model)) == (2,)
+
+
+# -- refused --------------------------------------------------------------------------------------------------------
+
+WHY = {
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+    "falcon-alibi": "ALiBi",
+    "gpt-neo": "own windows",
+    "mamba": "whose running state cannot be rolled back",
+    "rwkv": "whose running state cannot be rolled back",
+    "recurrent-gemma": "whose running state cannot be rolled back",
+    "qwen3-next": "whose running state cannot be rolled back",
+    "t5": "encoder-decoder",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ARCHITECTURES)
+def test_what_cannot_be_served_is_refused_with_why_and_what_to_do(name: str) -> None:
+    model = tiny_model(name)
+    with pytest.raises(ModelRefused) as refusal:
+        load(model)
+    message = str(refusal.value)
+    assert message.startswith(type(model).__name__)
+    assert WHY[name] in message
+    assert "; use a decoder-only model" in message
+    report = capability(model, None)
+    assert not report.supported
+    assert report.reasons == (message,)
+
+
+@pytest.mark.parametrize("name", ["bloom", "t5", "qwen3-next"])
+def test_a_refused_folder_is_refused_before_its_weights_are_read(name: str, tmp_path: Path) -> None:
+    tiny_model(name).config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelRefused, match=WHY[name]):
+        load(tmp_path)
+
+
+def test_everything_else_is_not() -> None:
+    for name in ARCHITECTURES:
+        assert load(tiny_model(name)).report.supported
+
+
+def test_a_masked_model_has_no_causal_head(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=TINY_VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with loading.quiet():
+        BertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="no causal language model head"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_refused_unread(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"this would run code")
+    with pytest.raises(ModelRefused, match=r"pickle files, which can run any code.*save_pretrained"):
+        load(folder)
+
+
+def test_pickle_beside_an_index_is_refused_too(folder: Path) -> None:
+    """A safetensors file that is not the model's must not open the door to its pickle."""
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match="pickle"):
+        load(folder)
+
+
+def test_remote_code_is_off(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit('foreign code ran')")
+    with pytest.raises(ModelRefused, match="trust_remote_code=True"):
+        load(folder)
+
+
+def test_trust_is_loud(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="trust_remote_code is on"):
+        load(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./neither", "a/b/c", Path("nor-this"), "no-file.gguf"])
+def test_what_is_not_there_is_not_found(name: str | Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no (folder|file)"):
+        load(name)
+
+
+def test_an_unknown_hub_name_is_not_found() -> None:
+    with pytest.raises(ModelNotFound, match="no model 'nobody/nothing'"):
+        load("nobody/nothing", local_files_only=True)
+
+
+def test_half_a_folder_says_what_is_missing(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        load(empty)
+    (empty / "some.gguf").touch()
+    with pytest.raises(ModelNotFound, match=r"GGUF file in it, name .*some\.gguf"):
+        load(empty)
+    (empty / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelRefused, match="adapter, not a model: merge it"):
+        load(empty)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match="no weights"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
+    (folder / "model.safetensors").touch()
+    with pytest.raises(ModelRefused, match="transformers cannot load"):
+        load(folder)
+
+
+def test_placement_over_devices_names_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match="'accelerate'"):
+        load(folder, device_map="auto")
+    (folder / "model.gguf").touch()
+    with pytest.raises(MissingExtra, match="'gguf'"):
+        load(folder / "model.gguf")
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def with_tokenizer(tokenizer: Any, vocabulary: int = TINY_VOCABULARY) -> Loaded:
+    return load(tiny_model("llama", vocab_size=vocabulary), tokenizer=tokenizer)
+
+
+def test_a_draft_must_share_the_tokenizer() -> None:
+    target = with_tokenizer(tiny_tokenizer())
+    assert same_tokenizer(target, with_tokenizer(tiny_tokenizer(), 128)) is None, "a padded head is no difference"
+    smaller = same_tokenizer(target, with_tokenizer(tiny_tokenizer(110)))
+    assert smaller == "they use different tokenizers, of 112 and 110 tokens"
+    foreign = same_tokenizer(target, with_tokenizer(tiny_tokenizer(shuffle=4)))
+    assert foreign == "they use different tokenizers: token 3 is '\\n' in the one and '#' in the other"
+
+
+def test_without_tokenizers_sizes_are_compared() -> None:
+    target = with_tokenizer(None)
+    assert same_tokenizer(target, with_tokenizer(None)) is None
+    assert same_tokenizer(target, with_tokenizer(tiny_tokenizer())) is None
+    assert same_tokenizer(target, with_tokenizer(None, 128)) == "their vocabularies have 112 and 128 tokens"
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> np.ndarray:
+    """llama.cpp keeps the two halves of each rotary pair side by side; Hugging Face keeps them half a head apart."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns).numpy()
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM, leave_out: str = "nothing") -> None:
+    """A Llama GGUF file with a small byte-level tokenizer, as llama.cpp's converter writes it."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!"]
+    tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["! !"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    inner = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    inner |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+    inner |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"model.layers.{layer}.{ours}": f"blk.{layer}.{theirs}" for ours, theirs in inner.items()}
+    weights = model.state_dict()
+    for ours, theirs in names.items():
+        weight = weights[f"{ours}.weight"]
+        if theirs.endswith("attn_q"):
+            array = interleaved(weight, config.num_attention_heads)
+        elif theirs.endswith("attn_k"):
+            array = interleaved(weight, config.num_key_value_heads)
+        else:
+            array = weight.numpy()
+        if leave_out not in theirs:
+            writer.add_tensor(f"{theirs}.weight", np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_an_ordinary_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("llama")
+    write_gguf(tmp_path / "tiny.gguf", model)
+    loaded = load(tmp_path / "tiny.gguf")
+    assert capfd.readouterr() == ("", "")
+    tokens = torch.tensor([[5, 6, 7, 50, 60]])
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+    assert eos_ids(loaded) == (2,)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.convert_tokens_to_ids("</s>") == 2
+    assert loaded.report.dtype == "float32"
+
+
+def test_a_gguf_file_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "half.gguf", tiny_model("llama"), leave_out="ffn_up")
+    with pytest.raises(ModelRefused, match=r"half.gguf lacks weights .*up_proj"):
+        load(tmp_path / "half.gguf")
