@@ -23,7 +23,6 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.handles: dict[str, Handle] = {}
         self.count = 0
-        self.submitted = self.drained = 0
 
     @rule(
         prompt=st.lists(st.integers(0, V - 1), min_size=1, max_size=24),
@@ -107,9 +106,13 @@ class Life(RuleBasedStateMachine):
         assert not self.engine._handles
         for handle in self.handles.values():
             assert handle.done
+            pieces = list(handle.pieces())
             for choice in handle.completion().choices:
                 assert choice.finish_reason in ("stop", "length", "abort")
-                assert [p.token_id for p in handle.pieces() if p.token_id is not None] or True
+                # What was streamed is what is in the answer, and the last piece says why it ended.
+                mine = [p for p in pieces if p.index == choice.index]
+                assert tuple(p.token_id for p in mine if p.token_id is not None) == choice.token_ids
+                assert [p.finish_reason for p in mine if p.finish_reason] == [choice.finish_reason]
 
 
 class LifeWithLookup(Life):
@@ -118,7 +121,7 @@ class LifeWithLookup(Life):
 
 TestLifeWithModel = Life.TestCase
 TestLifeWithModel.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLifeWithLookup = LifeWithLookup.TestCase
 TestLifeWithLookup.settings = TestLifeWithModel.settings

@@ -1,7 +1,7 @@
 """Proof 4: in float32 the emitted ids are the target's own, token for token.
 
-Greedy: equal to Hugging Face ``generate(do_sample=False)`` and to plain decoding, for every architecture, drafter, draft
-length and batch size. Sampling with the coupled rule: equal to plain decoding under the same seed.
+Greedy: equal to Hugging Face ``generate(do_sample=False)`` and to plain decoding, for every architecture, drafter,
+draft length and batch size. Sampling with the coupled rule: equal to plain decoding under the same seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.drafters.base import Drafter
 from headstart.testing import ARCHITECTURES, TINY_VOCABULARY, ScriptedDrafter, tiny_model
 from headstart.types import DraftView, Proposal
 
-TOKENS = 20
+TOKENS = 14
 LONGEST = 96
 
 
@@ -105,7 +105,7 @@ def test_greedy_equals_hugging_face(architecture: str) -> None:
                     got = [a.token_ids for a in answers]
                     assert got == expected[:count], (kind, gamma, batch)
                 accepted += llm.stats.accepted
-    assert accepted > 50, "hardly anything was accepted, so hardly anything was tested"
+    assert accepted > 40, "hardly anything was accepted, so hardly anything was tested"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])

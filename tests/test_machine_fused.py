@@ -28,7 +28,13 @@ from headstart.machine.fused.lower import lower, why_not
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-kernels = pytest.mark.skipif(fused.available() is not None, reason=str(fused.available()))
+skipped = pytest.mark.skipif(fused.available() is not None, reason=str(fused.available()))
+
+
+def kernels(test: Any) -> Any:
+    """A test that runs kernels: on a GPU, or in the interpreter."""
+    return skipped((pytest.mark.slow if INTERPRETED else pytest.mark.gpu)(test))
+
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -125,7 +131,6 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 
 
 @kernels
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture(name: str, dtype: torch.dtype) -> None:
@@ -138,7 +143,6 @@ def test_every_architecture(name: str, dtype: torch.dtype) -> None:
 
 
 @kernels
-@pytest.mark.gpu
 def test_long_rows_are_split_and_joined() -> None:
     rig = Rig("llama", torch.float32, rows=2, capacity=300)
     rig.fused.chunk = 64
@@ -150,7 +154,6 @@ def test_long_rows_are_split_and_joined() -> None:
 
 
 @kernels
-@pytest.mark.gpu
 def test_split_windows() -> None:
     rig = Rig("mistral", torch.float32, rows=2, capacity=220)
     rig.fused.chunk = 64
@@ -163,7 +166,6 @@ TREE = [[-1, 0, 0, 1, 2, 1], [-1, 0, 1, 2, 2, 0]]  # each node's parent, root fi
 
 
 @kernels
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_trees(name: str, dense: bool) -> None:
@@ -196,7 +198,6 @@ def test_trees(name: str, dense: bool) -> None:
 
 
 @kernels
-@pytest.mark.gpu
 def test_first_row_leaves_other_rows_alone() -> None:
     rig = Rig("llama", torch.float32)
     rig.feed([0, 0, 0], 12, keep=0)
@@ -210,7 +211,6 @@ def test_first_row_leaves_other_rows_alone() -> None:
 
 
 @kernels
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_alone_and_among_others_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
     """Verifying nine tokens gives the very logits that decoding one by one gives: speculation changes no bit."""
@@ -226,7 +226,6 @@ def test_a_token_alone_and_among_others_is_the_same_to_the_bit(dtype: torch.dtyp
 
 
 @kernels
-@pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
 def test_a_captured_forward_reads_lengths_from_the_device() -> None:
     rig = Rig("llama", torch.float32, rows=2)

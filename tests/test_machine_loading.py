@@ -273,11 +273,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, leave_out: str = "nothing") 
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
-    tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!"]
+    tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!", "AB"]
     tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_merges(["! !"])
+    writer.add_token_merges(["! !", "A B"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

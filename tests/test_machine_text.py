@@ -254,6 +254,15 @@ def test_a_missing_template_says_what_to_do() -> None:
         TextCodec(byte_fallback()).encode_chat([{"role": "user", "content": "hello"}])
 
 
+def test_templates_without_a_default_are_refused() -> None:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(ModelRefused, match="cannot be chosen"):
+        TextCodec(tokenizer).encode_chat(says("hello"))
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "no"}
+    assert TextCodec(tokenizer).encode_chat(says("hello")) == TextCodec(byte_level()).encode_chat(says("hello"))
+
+
 def test_the_templates_own_complaint_is_passed_on() -> None:
     complaint = "{{ raise_exception('roles must alternate') }}"
     _, codec = templated("byte_level", complaint)

@@ -18,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import Config
 from .controller import controller_for
 from .drafters.base import Drafter, drafter_named, registered_drafters
+from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .engine.engine import Engine, Handle
 from .engine.stats import EngineStats
 from .errors import GenerationFailed, InvalidParameter, ModelRefused
 from .machine.embedded import embedded_folder
+from .machine.head import head_folder
 from .machine.loading import Capability, Loaded, eos_ids, load, same_tokenizer
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
@@ -241,6 +243,9 @@ class LLM:
             return draft
         if isinstance(draft, str) and draft in registered_drafters():
             return drafter_named(draft)
+        folder = head_folder(draft)
+        if folder is not None:
+            return HeadDrafter.load(folder, target, vocab_size=min(self._vocab_size, target.vocab_size))
         loaded = load(draft, dtype=dtype, **self._placement)
         difference = same_tokenizer(self._target, loaded)
         if difference is not None:

@@ -3,7 +3,8 @@
 Knows: the sampling settings, noise and history of the rows. Does not know: where the logits come from.
 
 Greedy rows take the argmax. Coupled rows use the noise that the target will use at the same position. The others draw
-from q with noise of their own, keyed by the round, and q is remembered for the verification rule.
+from q with noise of their own, keyed by the round, and q is remembered for the verification rule. Every drafter that
+has logits shares this pen, so all of them warp alike.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..maths import noise
+from ..maths.argmax import argmax
 from ..maths.distribution import History, Warp, argmaxes, probabilities
 from ..types import DraftView
 
@@ -23,13 +25,31 @@ __all__ = ["Pen"]
 class Pen:
     """Draws the next token of every row the way that row's request asks for, and remembers q where it is needed."""
 
-    def __init__(self, views: Sequence[DraftView], vocab_size: int, width: int, device: torch.device) -> None:
-        """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have."""
+    def __init__(
+        self,
+        views: Sequence[DraftView],
+        vocab_size: int,
+        width: int,
+        device: torch.device,
+        ids: torch.Tensor | None = None,
+    ) -> None:
+        """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have.
+
+        ``ids`` [W] int64: a draft that knows only these tokens, and whose logits [R, W] are of them; every other token
+        has probability zero.
+        """
         params = [view.params for view in views]
         self.width = width
         self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
         self.point = [p.greedy or p.verification == "coupled" for p in params]
         self._greedy = self.warp.all_greedy
+        self._ids = ids
+        self._last: torch.Tensor | None = None
+        self._q: list[torch.Tensor] = []
+        # With nothing to process, the argmax of the few logits is the argmax of all: the wide row is never made.
+        self._direct = ids is not None and self._greedy and self.warp.bias is None and not self.warp.needs_history
+        if self._direct:
+            return
         self._history = None
         if self.warp.needs_history:
             prompts = [view.tokens[: view.prompt_length] for view in views]
@@ -39,11 +59,14 @@ class Pen:
         self._seeds = noise.seeds([view.seed for view in views], device)
         self._base = torch.tensor([len(view.tokens) for view in views], device=device)
         self._coupled = torch.tensor([p.verification == "coupled" for p in params], device=device)
-        self._q: list[torch.Tensor] = []
 
     def draw(self, logits: torch.Tensor, offset: int) -> torch.Tensor:
-        """logits [R, V] -> token ids [R]; ``offset`` counts the tokens drawn before in this round."""
-        logits = _fit(logits, self.width)[:, None]
+        """logits [R, V or W] -> token ids [R]; ``offset`` counts the tokens drawn before in this round."""
+        self._last = logits
+        if self._direct:
+            assert self._ids is not None
+            return self._ids[argmax(logits)]
+        logits = _fit(logits, self.width, self._ids)[:, None]
         if self._greedy:
             tokens = argmaxes(logits, self.warp, outputs=self._outputs + offset, history=self._history)[:, 0]
         else:
@@ -58,13 +81,24 @@ class Pen:
             self._history.add(tokens)
         return tokens
 
+    def certainty(self) -> torch.Tensor:
+        """[R] the largest probability of the distributions the last tokens were drawn from, whatever was drawn."""
+        if self._q:
+            return self._q[-1].amax(-1)
+        assert self._last is not None
+        logits = self._last.float()
+        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+
     def q(self) -> torch.Tensor | None:
         """[R, n, V], or None when every row drew deterministically."""
         return torch.stack(self._q, dim=1) if self._q else None
 
 
-def _fit(logits: torch.Tensor, width: int) -> torch.Tensor:
+def _fit(logits: torch.Tensor, width: int, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Give the draft's logits the target's width: padded vocabularies differ, the tokenizer does not."""
+    if ids is not None:
+        wide = logits.new_full((logits.shape[0], width), float("-inf"))
+        return wide.index_copy_(1, ids, logits)
     if logits.shape[-1] >= width:
         return logits[..., :width]
     return F.pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))

@@ -26,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as hf_logging
 
@@ -203,7 +204,13 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
         lost = [name for name in missing if name not in tied]
         if lost:
             raise ModelRefused(f"{path.name} lacks weights that {type(model).__name__} needs, such as {lost[0]}")
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        # Not AutoTokenizer: it reads the whole header once more, only to learn that it needs this class.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was encoded
+    for name in ("bos_token", "eos_token"):  # transformers 5.17 mixes them up; the header has them right
+        number = getattr(config, f"{name}_id", None)
+        if isinstance(number, int):
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     return model, tokenizer
 
 

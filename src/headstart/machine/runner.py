@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,9 @@ from transformers import PreTrainedModel
 
 from ..errors import HeadstartError, ModelRefused
 from ..maths.tree import Topology
+from .attention import lend, wants_grouped
 from .kvcache import MARGIN, Slab
+from .watch import Watch
 
 __all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "context_limit"]
 
@@ -107,6 +111,7 @@ class EagerRunner:
             # Flash and flex kernels take no additive mask, and the mask is how raggedness and trees are said.
             model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
         self._sdpa = config._attn_implementation == "sdpa"
+        self._attention = partial(lend, config) if wants_grouped(config, model.device) else nullcontext
         self.slab = Slab(rows, max_len, margin=margin)
         self.max_len = max_len
         embedding = model.get_input_embeddings().weight
@@ -129,6 +134,8 @@ class EagerRunner:
         self._count = torch.arange(max(self.slab.capacity, 4 * _PROBE_LENGTH), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
+        self._watch: Watch | None = None
+        self._layers = int(config.num_hidden_layers)
         if probe:
             self.probe()
 
@@ -169,11 +176,39 @@ class EagerRunner:
         }
         if keep == 0:
             self.model.base_model(**arguments)  # everything but the head
+            self._keep_features()
             return self._zero.new_empty((count, 0, self.vocab_size))
         if keep is not None and self._accepts_keep:
             arguments["logits_to_keep"] = keep
         logits: Tensor = self.model(**arguments).logits
+        self._keep_features()
         return logits if keep is None else logits[:, -keep:]
+
+    # -- hidden states, for drafters that read them
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on keep the hidden states behind these decoder layers beside every token's keys.
+
+        They are stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry them along.
+        """
+        if self._watch is not None and self._watch.layers == tuple(layers):
+            return
+        if self._watch is not None:
+            raise ValueError(f"this runner already watches layers {self._watch.layers}")
+        if self.slab.free_rows < self.slab.rows:
+            raise ValueError("sequences are running, and their tokens so far have no features")
+        for row in range(self.slab.rows):  # warm rows have none either
+            self.slab.truncate(row, 0)
+        self._watch = Watch(self.model, layers)
+
+    def features(self, row: int, start: int, stop: int) -> Tensor:
+        """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""
+        return self.slab.layers[self._layers].keys[row, 0, start:stop]  # type: ignore[no-any-return]
+
+    def _keep_features(self) -> None:
+        if self._watch is not None:
+            found = self._watch.take()[:, None]  # [R, 1, N, F]
+            self.slab.update(found, found[..., :0], self._layers)
 
     def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
         """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""

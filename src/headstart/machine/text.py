@@ -76,7 +76,10 @@ class TextCodec:
 
     @cached_property
     def _guard(self) -> ControlGuard:
-        return ControlGuard(self._tokenizer)
+        try:
+            return ControlGuard(self._tokenizer)
+        except ValueError as error:  # several templates, and none of them is the default
+            raise ModelRefused(f"this model's chat template cannot be chosen: {error}") from error
 
     def _encode_bare(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

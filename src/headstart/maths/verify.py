@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -38,7 +39,10 @@ class Chance(Protocol):
     """Where the rules get their randomness."""
 
     def accept(self, node: Tensor, probability: Tensor) -> Tensor:
-        """Decide about one node of each row: node [R], probability [R] -> [R] bool. Each node is asked about once."""
+        """Decide about one node of each row: node [R], probability [R] -> [R] bool.
+
+        Each node is asked about once in a round; node 0 stands for nothing to decide, and has probability 0.
+        """
 
     def draw(self, weights: Tensor, drafted: Tensor | None = None) -> Tensor:
         """The target's own token: weights [R, V] of any sum -> [R]. drafted [R] bool: the row had a draft."""
@@ -134,12 +138,15 @@ def effective_q(q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds
     # One factor for each pair (node, other node): 0 at an elder sibling's token, 1 at any other.
     keep = torch.where(elder, 0.0, 1.0).to(q.dtype)
     index = drafted.unsqueeze(1).expand_as(keep)
-    for row, kind in enumerate(draw_kinds):  # row by row: a mask made on the host would have to be copied to the device
+    first = 0
+    for kind, run in groupby(draw_kinds):  # slices: a mask made on the host would have to be copied to the device
+        rows = slice(first, first + len(list(run)))
+        first = rows.stop
         if kind == "point":
-            q[row].zero_().scatter_(1, drafted[row].unsqueeze(1), 1.0)
+            q[rows].zero_().scatter_(2, drafted[rows].unsqueeze(2), 1.0)
         elif kind == "distinct" and distinct:
-            q[row].scatter_reduce_(1, index[row], keep[row], "prod")
-            q[row].div_(q[row].sum(-1, keepdim=True))
+            q[rows].scatter_reduce_(2, index[rows], keep[rows], "prod")
+            q[rows].div_(q[rows].sum(2, keepdim=True))
     return q
 
 
@@ -312,7 +319,7 @@ def block_rule(
             _put(r, node, torch.where(entering, below, _at(r, node)))
         if leaving is not None:
             asked = leaving & _at(state.usable, node) & ~done
-            place = torch.full_like(last, node) if isinstance(node, int) else node
+            place = torch.where(leaving, node, 0)
             yes = chance.accept(place, torch.where(asked, _at(r, node), 0.0)) & asked
             done = done | yes
             last = torch.where(yes, place, last)
@@ -326,10 +333,11 @@ def block_rule(
 def _walk(topology: Topology) -> Iterator[tuple[Node, Node, Tensor | None, Tensor | None]]:
     """Depth-first: (node, parent, rows that enter the node, rows that leave it); None if no row can."""
     if topology.is_chain:
+        everywhere = torch.ones_like(topology.valid[:, 0])  # also in rows that are shorter: they have no use for it
         for i in range(1, topology.width):
-            yield i, i - 1, topology.valid[:, i], None
+            yield i, i - 1, everywhere, None
         for i in range(topology.width - 1, 0, -1):
-            yield i, i - 1, None, topology.valid[:, i]
+            yield i, i - 1, None, everywhere
         return
     for event in topology.events.unbind(1):
         node = event.abs()
@@ -344,8 +352,14 @@ def coupled_rule(target_tokens: Tensor, tokens: Tensor, topology: Topology) -> V
     """
     agrees = topology.valid & (tokens == target_tokens.gather(1, topology.parent))
     agrees[:, 0] = True
-    # Agreed with all the way from the root. Two siblings with one token can both be: the deepest node wins.
-    reached = (agrees.unsqueeze(1) | ~topology.ancestors).all(2)
+    if not topology.is_chain:
+        # Of equal siblings only the first counts. To look which one goes on further would be to choose by what the
+        # target says next, and its two answers can differ in the last bits.
+        node = torch.arange(topology.width, device=tokens.device)
+        siblings = (topology.parent.unsqueeze(2) == topology.parent.unsqueeze(1)) & (node.unsqueeze(1) > node)
+        siblings[:, :, 0] = False  # the root is nobody's sibling
+        agrees = agrees & ~(siblings & agrees.unsqueeze(1)).any(2)
+    reached = (agrees.unsqueeze(1) | ~topology.ancestors).all(2)  # agreed with all the way from the root
     last = torch.where(reached, topology.depth, -1).argmax(1)
     path, accepted = _path(last, topology)
     token = _at(target_tokens, last)

@@ -149,7 +149,8 @@ class History:
 
     def add(self, tokens: Tensor) -> History:
         """Count one more output token for each row (tokens [R]), in place; returns itself."""
-        self.counts.scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(self.counts[:, :1]))
+        # -1 marks a row whose logits are broken; it fails elsewhere, and must not bring the others down here.
+        self.counts.scatter_add_(1, tokens.clamp_min(0).unsqueeze(1), torch.ones_like(self.counts[:, :1]))
         return self
 
     def copy(self) -> History:

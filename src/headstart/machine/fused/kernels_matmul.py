@@ -5,7 +5,9 @@
 Knows: how to stream a weight matrix once at memory speed for 1 to 32 rows. Does not know: what a model is.
 
     x [M, K] activations, W [N, K] weights, out = x W^T. A program takes ``HB`` rows of W (or twice ``HB``: pairs),
-    walks over K, and keeps [HB, BM] sums in float32, M padded to BM.
+    walks over K, and keeps [HB, BM] sums in float32, M padded to BM. Its KS warps take different channels, so that
+    each has a short chain of tensor core products; their sums are added at the end. Which sums are added in which
+    order does not depend on M. KS = 0 is for one row only: plain multiply-adds, the least latency for small matrices.
 
 Norms are not computed where they are needed but where their input is made. The kernel that writes the residual x
 also writes x * g (g: the next norm's weight) and each program's part of sum(x^2). The reader multiplies by W and
@@ -45,82 +47,146 @@ def _ask(w, row, K: tl.constexpr, HB: tl.constexpr, BYTES: tl.constexpr, WARPS: 
 
 
 @triton.jit
-def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr):
-    """W[row, k : k + BK] as [HB, BK]."""
-    at = k + tl.arange(0, BK)
-    pointers = w + row.to(tl.int64)[:, None] * K + at[None, :]
-    if K % BK == 0:
-        return tl.load(pointers, eviction_policy="evict_first")
-    return tl.load(pointers, mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+def _channels(k, BK: tl.constexpr, KS: tl.constexpr):
+    """Channels k .. k + BK as [KS, BK / KS]: slices of 16 are dealt to the KS warps in turn."""
+    j = tl.arange(0, BK // KS)
+    return k + (j // 16 * (16 * KS) + j % 16)[None, :] + (tl.arange(0, KS) * 16)[:, None]
 
 
 @triton.jit
-def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr):
-    """x[m, k : k + BK] as [BM, BK]; rows past M are zero."""
-    at = k + tl.arange(0, BK)
-    mask = (m < M)[:, None]
+def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+    """W[row, k : k + BK] as [KS, HB, BK / KS], or [HB, BK] if KS is 0."""
+    if KS == 0:
+        at = (k + tl.arange(0, BK))[None, :]
+        pointers = w + row.to(tl.int64)[:, None] * K + at
+    else:
+        at = _channels(k, BK, KS)[:, None, :]
+        pointers = w + row.to(tl.int64)[None, :, None] * K + at
+    if K % BK == 0:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, mask=at < K, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+    """x[m, k : k + BK] as [KS, BK / KS, BM], or [BM, BK] if KS is 0; rows past M are zero."""
+    if KS == 0:
+        at = (k + tl.arange(0, BK))[None, :]
+        row = m[:, None]
+    else:
+        at = _channels(k, BK, KS)[:, None, :]
+        row = m[None, :, None]
+    mask = row < M
     if K % BK != 0:
-        mask = mask & (at < K)[None, :]
-    return tl.load(x + m[:, None] * K + at[None, :], mask=mask, other=0.0)
+        mask = mask & (at < K)
+    tile = tl.load(x + row * K + at, mask=mask, other=0.0)
+    if KS > 0:
+        tile = tl.permute(tile, (0, 2, 1))
+    return tile
+
+
+@triton.jit
+def _multiply(weights, inputs, acc, KS: tl.constexpr):
+    """acc + weights x inputs: with KS warps each on its own channels, or (KS 0, one row) without tensor cores."""
+    if KS == 0:
+        acc += tl.sum(weights.to(tl.float32) * inputs.to(tl.float32), axis=1)[:, None]
+    else:
+        acc = tl.dot(weights, inputs, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """Let the next kernel start, and wait until the one before has written everything."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _early(
+    w, row_a, row_b, ask_a, ask_b, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, KS: tl.constexpr,
+    PAIR: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """What can be done before the wait: short weight rows are loaded whole, of long ones the beginnings asked for."""
+    if BK >= K:
+        wa = _weights(w, row_a, 0, K, BK, KS)
+        if PAIR:
+            wb = _weights(w, row_b, 0, K, BK, KS)
+        else:
+            wb = wa
+    else:
+        if ASK > 0:
+            _ask(w, ask_a, K, HB, ASK, WARPS)
+            if PAIR:
+                _ask(w, ask_b, K, HB, ASK, WARPS)
+        wa = 0
+        wb = 0
+    return wa, wb
 
 
 @triton.jit
 def _product(
-    x, w, row_a, row_b, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr,
-    PAIR: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, ask_a, ask_b, WARPS: tl.constexpr,
+    x, w, wa, wb, row_a, row_b, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr,
+    KS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Sums [HB, BM] of rows row_a and, for pairs, of row_b. Waits for the kernel before."""
-    acc_a = tl.zeros([HB, BM], tl.float32)
-    acc_b = tl.zeros([HB, BM], tl.float32)
-    if BK >= K:  # a short row is loaded whole, before the wait
-        wa = _weights(w, row_a, 0, K, BK)
-        if PAIR:
-            wb = _weights(w, row_b, 0, K, BK)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
-        xt = tl.trans(_inputs(x, m, M, 0, K, BK))
-        acc_a = tl.dot(wa, xt, acc_a, input_precision="ieee")
-        if PAIR:
-            acc_b = tl.dot(wb, xt, acc_b, input_precision="ieee")
+    """Sums [HB, BM] of rows row_a and, for pairs, of row_b. wa and wb are what ``_early`` loaded."""
+    if KS == 0:
+        acc_a = tl.zeros([HB, BM], tl.float32)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            if ASK > 0:
-                _ask(w, ask_a, K, HB, ASK, WARPS)
-                if PAIR:
-                    _ask(w, ask_b, K, HB, ASK, WARPS)
-            tl.extra.cuda.gdc_wait()
+        acc_a = tl.zeros([KS, HB, BM], tl.float32)
+    acc_b = acc_a
+    if BK >= K:
+        xt = _inputs(x, m, M, 0, K, BK, KS)
+        acc_a = _multiply(wa, xt, acc_a, KS)
+        if PAIR:
+            acc_b = _multiply(wb, xt, acc_b, KS)
+    else:
         for k in tl.range(0, K, BK):
-            xt = tl.trans(_inputs(x, m, M, k, K, BK))
-            acc_a = tl.dot(_weights(w, row_a, k, K, BK), xt, acc_a, input_precision="ieee")
+            xt = _inputs(x, m, M, k, K, BK, KS)
+            acc_a = _multiply(_weights(w, row_a, k, K, BK, KS), xt, acc_a, KS)
             if PAIR:
-                acc_b = tl.dot(_weights(w, row_b, k, K, BK), xt, acc_b, input_precision="ieee")
+                acc_b = _multiply(_weights(w, row_b, k, K, BK, KS), xt, acc_b, KS)
+    if KS > 0:
+        acc_a = tl.sum(acc_a, axis=0)
+        if PAIR:
+            acc_b = tl.sum(acc_b, axis=0)
     return acc_a, acc_b
 
 
 @triton.jit
-def _inverse_rms(squares, m, M, eps, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
-    """[BM] 1 / sqrt(mean(x^2) + eps) from the parts [M, PARTS] that the writer of x left."""
+def _square_parts(squares, m, M, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
+    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2). Loaded early, added up late."""
     p = tl.arange(0, PARTS_2)
-    parts = tl.load(squares + m[:, None] * PARTS + p[None, :], mask=(m < M)[:, None] & (p < PARTS)[None, :], other=0.0)
-    return tl.rsqrt(tl.sum(parts, axis=1) / K + eps)
+    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=(m < M)[:, None] & (p < PARTS)[None, :], other=0.0)
+
+
+@triton.jit
+def _inverse_rms(parts, eps, K: tl.constexpr):
+    """[1, BM] 1 / sqrt(mean(x^2) + eps)."""
+    return tl.rsqrt(tl.sum(parts, axis=1) / K + eps)[None, :]
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul_kernel(
     x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-    ASK: tl.constexpr, WARPS: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
     ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
     m = tl.arange(0, BM)
-    acc, _ = _product(x, w, row, row, m, M, K, BK, HB, BM, False, PDL, ASK, ask, ask, WARPS)
+    wa, wb = _early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
+    _wait(PDL)
     if NORM:
-        acc = acc * _inverse_rms(squares, m, M, eps, K, PARTS, PARTS_2)[None, :]
+        parts = _square_parts(squares, m, M, PARTS, PARTS_2)
+    acc, _ = _product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    if NORM:
+        acc = acc * _inverse_rms(parts, eps, K)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
     mask = (n < N)[:, None] & (m < M)[None, :]
@@ -130,38 +196,46 @@ def _matmul_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _residual_kernel(
     x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
-    WARPS: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
     ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
     m = tl.arange(0, BM)
-    acc, _ = _product(x, w, row, row, m, M, K, BK, HB, BM, False, PDL, ASK, ask, ask, WARPS)
-    if BIAS:
-        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
     mask = (n < N)[:, None] & (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
-    value = (tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + acc).to(residual.dtype.element_ty)
+    wa, wb = _early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
+    g = tl.load(gain + row).to(tl.float32)[:, None]
+    _wait(PDL)
+    old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    acc, _ = _product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    if BIAS:
+        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
+    value = (old + acc).to(residual.dtype.element_ty)
     tl.store(residual + at, value, mask=mask)
     value = tl.where(mask, value.to(tl.float32), 0.0)
-    tl.store(scaled + at, (value * tl.load(gain + row).to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=mask)
+    tl.store(scaled + at, (value * g).to(scaled.dtype.element_ty), mask=mask)
     tl.store(squares + m * PARTS + tl.program_id(0), tl.sum(value * value, axis=0), mask=m < M)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _swiglu_kernel(
     x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, F - 1)
     ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, F - 1)
     m = tl.arange(0, BM)
-    gate, up = _product(x, w, row, row + F, m, M, K, BK, HB, BM, True, PDL, ASK, ask, ask + F, WARPS)
-    scale = _inverse_rms(squares, m, M, eps, K, PARTS, PARTS_2)[None, :]
+    wa, wb = _early(w, row, row + F, ask, ask + F, K, BK, HB, KS, True, ASK, WARPS)
+    _wait(PDL)
+    parts = _square_parts(squares, m, M, PARTS, PARTS_2)
+    gate, up = _product(x, w, wa, wb, row, row + F, m, M, K, BK, HB, BM, KS, True)
+    scale = _inverse_rms(parts, eps, K)
     gate = gate * scale
     value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
     mask = (n < F)[:, None] & (m < M)[None, :]
@@ -180,8 +254,8 @@ def _pair(i, TURN: tl.constexpr, HALF: tl.constexpr):
 def _rotary_kernel(
     x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
     K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
-    D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr,
-    TREE: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
+    BIAS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     head = tl.program_id(0) // (HALF // HB)
@@ -189,28 +263,29 @@ def _rotary_kernel(
     i = first + tl.arange(0, HB)
     ca, cb = _pair(i, TURN, HALF)
     ask_a, ask_b = _pair(first + tl.arange(0, 32 * WARPS) % HB, TURN, HALF)
+    ra, rb = head * D + ca, head * D + cb
     m = tl.arange(0, BM)
-    a, b = _product(
-        x, w, head * D + ca, head * D + cb, m, M, K, BK, HB, BM, True, PDL, ASK, head * D + ask_a, head * D + ask_b,
-        WARPS,
-    )  # fmt: skip
-    scale = _inverse_rms(squares, m, M, eps, K, PARTS, PARTS_2)[None, :]
-    a, b = a * scale, b * scale
-    if BIAS:
-        a += tl.load(bias + head * D + ca).to(tl.float32)[:, None]
-        b += tl.load(bias + head * D + cb).to(tl.float32)[:, None]
     live = m < M
+    wa, wb = _early(w, ra, rb, head * D + ask_a, head * D + ask_b, K, BK, HB, KS, True, ASK, WARPS)
+    _wait(PDL)
+    parts = _square_parts(squares, m, M, PARTS, PARTS_2)
     length = tl.load(lengths + m // width, mask=live, other=0).to(tl.int64)
+    slot = length + m % width
     if TREE:
         position = length + tl.load(depths + m, mask=live, other=0).to(tl.int64)
     else:
-        position = length + m % width
-    if head < HEADS + KV:
-        turn = position[None, :] * HALF + i[:, None]
-        c = tl.load(cos + turn, mask=live[None, :], other=1.0)
-        s = tl.load(sin + turn, mask=live[None, :], other=0.0)
-        a, b = a * c - b * s, b * c + a * s
-    slot = length + m % width
+        position = slot
+    turns = live & (head < HEADS + KV)  # values do not turn
+    turn = position[None, :] * HALF + i[:, None]
+    c = tl.load(cos + turn, mask=turns[None, :], other=1.0)
+    s = tl.load(sin + turn, mask=turns[None, :], other=0.0)
+    a, b = _product(x, w, wa, wb, ra, rb, m, M, K, BK, HB, BM, KS, True)
+    scale = _inverse_rms(parts, eps, K)
+    a, b = a * scale, b * scale
+    if BIAS:
+        a += tl.load(bias + ra).to(tl.float32)[:, None]
+        b += tl.load(bias + rb).to(tl.float32)[:, None]
+    a, b = a * c - b * s, b * c + a * s
     at = ((m // width).to(tl.int64) * KV * capacity + slot)[None, :] * D
     fits = (live & (slot < capacity))[None, :]
     kind = keys.dtype.element_ty
@@ -233,16 +308,18 @@ def _rotary_kernel(
 
 def skinny_rows(rows: int) -> int:
     """The padded row count of the kernels, or 0 if there are too many rows for them."""
-    return 0 if rows > 32 else 16 if rows <= 16 else 32
+    return 0 if rows > 32 else max(power_of_two(rows), 8)
 
 
 def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: bool) -> dict[str, object]:
     bytes_a_row = min(t.prefetch, inputs * weights.element_size())
     lanes = 32 * t.warps // t.rows  # threads that share a row
+    assert t.slices or rows == 1
     options = {
         "BK": t.depth,
         "HB": t.rows,
-        "BM": skinny_rows(rows),
+        "BM": skinny_rows(rows) if t.slices else 1,
+        "KS": t.slices,
         "PDL": pdl,
         "ASK": bytes_a_row // (16 * lanes) * (16 * lanes),
         "WARPS": t.warps,

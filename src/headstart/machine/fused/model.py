@@ -22,7 +22,7 @@ from .kernels_attention import attend
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
 from .kernels_pointwise import embed, norm, rotate, swiglu
 from .lower import Layer, Weights
-from .plan import attention_chunk, tile
+from .plan import Tile, attention_chunk, tile
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
 
@@ -82,13 +82,21 @@ class FusedModel:
         self.rotary = w.rotary_table(self.capacity)
         self.chunk = attention_chunk(w.head_dim)
         self.overlap = supports_overlap(w.device)
-        layer = w.layers[0]
-        self._tiles = {
-            "qkv": tile(*layer.qkv.shape, pair=layer.q_norm is None, dtype=w.dtype),
-            "o": tile(*layer.o.shape, pair=False, dtype=w.dtype),
-            "gate_up": tile(*layer.gate_up.shape, pair=True, dtype=w.dtype),
-            "down": tile(*layer.down.shape, pair=False, dtype=w.dtype),
-            "head": tile(*w.head.shape, pair=False, dtype=w.dtype),
+        self._tiles = {alone: self._plan(alone) for alone in (False, True)}
+
+    def _plan(self, alone: bool) -> dict[str, Tile]:
+        """The tile of each matrix; ``alone``: when a step has one token."""
+        w, layer = self.weights, self.weights.layers[0]
+        matrices = {
+            "qkv": (layer.qkv, layer.q_norm is None),
+            "o": (layer.o, False),
+            "gate_up": (layer.gate_up, True),
+            "down": (layer.down, False),
+            "head": (w.head, False),
+        }
+        return {
+            name: tile(m.shape[0], m.shape[1], pair=pair, dtype=w.dtype, alone=alone)
+            for name, (m, pair) in matrices.items()
         }
 
     @torch.inference_mode()
@@ -129,7 +137,7 @@ class FusedModel:
         hidden = self._new(count, w.ffn)
         query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
         flat = attended.view(count, -1)
-        tiles = self._tiles
+        tiles = self._tiles[count == 1]
         squares = self._new(count, 1, dtype=torch.float32)
         after_o, after_down = (
             self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down")
@@ -156,7 +164,7 @@ class FusedModel:
         self, scaled: Tensor, squares: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step
     ) -> None:
         """Queries to ``query``, keys and values into the cache."""
-        w, t = self.weights, self._tiles["qkv"]
+        w, t = self.weights, self._tiles[step.count == 1]["qkv"]
         if layer.q_norm is None or layer.k_norm is None:
             matmul_rotary(
                 scaled, layer.qkv, query, cache, self.rotary, step.lengths, step.depths, t, bias=layer.qkv_bias,
@@ -218,7 +226,16 @@ class FusedModel:
         if not skinny_rows(rows * keep):
             return F.linear(x, w.head).float().view(rows, keep, -1)
         logits = self._new(rows * keep, w.vocab_size, dtype=torch.float32)
-        matmul(x, w.head, logits, self._tiles["head"], bias=None, squares=squares, eps=w.eps, pdl=self.overlap)
+        matmul(
+            x,
+            w.head,
+            logits,
+            self._tiles[rows * keep == 1]["head"],
+            bias=None,
+            squares=squares,
+            eps=w.eps,
+            pdl=self.overlap,
+        )
         return logits.view(rows, keep, -1)
 
     def _cache_of(self, index: int, step: _Step) -> tuple[Tensor, Tensor]:

@@ -26,21 +26,29 @@ class Tile:
 
     rows: int  # weight rows a program takes (twice, for kernels that take pairs)
     depth: int  # input channels a loop step takes; at least K: the whole row is loaded before the wait
+    slices: int  # warps that share the channels of a loop step; 0: plain multiply-adds, for one token only
     warps: int
     stages: int
     prefetch: int  # bytes of each weight row asked into L2 while the kernel before is still running
 
 
-def tile(outputs: int, inputs: int, *, pair: bool, dtype: torch.dtype) -> Tile:
-    """The tile for a matrix [outputs, inputs]. ``pair``: the kernel takes rows in two halves (rotary, gate and up)."""
-    if inputs <= 2048 and outputs * inputs <= 1 << 22:  # a small draft: latency is all
-        found = Tile(rows=16, depth=power_of_two(inputs), warps=4, stages=1, prefetch=0)
+def tile(outputs: int, inputs: int, *, pair: bool, dtype: torch.dtype, alone: bool = False) -> Tile:
+    """The tile for a matrix [outputs, inputs]. ``pair``: the kernel takes rows in two halves (rotary, gate and up).
+
+    ``alone``: for one token in the whole step. Only small matrices (drafts) then take another tile.
+    """
+    small = inputs <= 2048 and outputs * inputs <= 1 << 22  # latency is all
+    if small and alone:
+        found = Tile(rows=8, depth=power_of_two(inputs), slices=0, warps=4, stages=1, prefetch=0)
+    elif small:
+        warps = 8 if inputs > 1024 else 4
+        found = Tile(rows=16, depth=power_of_two(inputs), slices=warps, warps=warps, stages=1, prefetch=0)
     elif pair or outputs < 8192:
-        found = Tile(rows=16, depth=256, warps=4, stages=4, prefetch=2048)
+        found = Tile(rows=16, depth=256, slices=4, warps=4, stages=4, prefetch=2048)
     else:
-        found = Tile(rows=32, depth=256, warps=4, stages=4, prefetch=1024)
-    if dtype == torch.float32:  # for exactness, not for speed: fewer channels, so that tiles fit
-        found = replace(found, depth=64, stages=2, prefetch=min(found.prefetch, 512))
+        found = Tile(rows=32, depth=256, slices=4, warps=4, stages=4, prefetch=1024)
+    if dtype == torch.float32 and found.slices:  # for exactness, not for speed: fewer channels, so that tiles fit
+        found = replace(found, depth=64, slices=found.warps if found.warps <= 4 else 4, stages=2)
     return found
 
 

@@ -1,0 +1,107 @@
+"""How far a draft's distribution is from the target's, and how often its guesses would be accepted.
+
+Knows: the losses and the acceptance rates, position by position. Does not know: networks, data, optimizers.
+
+    forward  KL(p || q): cover everything the target may say
+    reverse  KL(q || p): say nothing the target would not
+    tv       total variation: its complement is the acceptance rate itself, but its slope is flat far from the target
+    mix      forward while the draft is poor, tv as it gets better: weight exp(-3 alpha) on forward, the rest on tv
+
+p may have mass on tokens outside the draft's vocabulary; there q is 0, and alpha counts that mass as lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidParameter
+
+__all__ = ["Goal", "Loss", "acceptance", "check_loss", "distance", "draft_tau"]
+
+Loss = Literal["forward", "reverse", "tv", "mix"]
+
+_LEAST = -60.0  # log-probabilities are kept above this: 0 * -inf would be NaN
+_TURN = 3.0  # how fast "mix" goes over to tv
+
+
+def check_loss(name: str) -> Loss:
+    for known in get_args(Loss):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise InvalidParameter("loss", f"must be one of {', '.join(get_args(Loss))}, not {name!r}")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the target says at M positions, restricted to the draft's W words."""
+
+    log_p: Tensor  # [M, W] float32, at each position's temperature; sums to at most 1
+    best: Tensor  # [M] the word that is the target's argmax; -1 if the draft does not know it
+    heat: Tensor  # [M, 1] temperatures
+
+    @staticmethod
+    @torch.no_grad()
+    def of(logits: Tensor, ids: Tensor | None, heat: Tensor, chunk: int = 4096) -> Goal:
+        """From the target's logits [M, V]; ``ids`` [W] are the draft's words (None: all). In pieces, to save memory."""
+        heat = heat[:, None].float()
+        log_p, best = [], []
+        for at in range(0, len(logits), chunk):
+            z = logits[at : at + chunk].float() / heat[at : at + chunk]
+            whole = z.logsumexp(-1, keepdim=True)
+            peak = z.argmax(-1)
+            if ids is not None:
+                z = z[:, ids]
+                place = torch.searchsorted(ids, peak).clamp_max(len(ids) - 1)
+                peak = torch.where(ids[place] == peak, place, -1)
+            log_p.append((z - whole).clamp_min_(_LEAST))
+            best.append(peak)
+        return Goal(torch.cat(log_p), torch.cat(best), heat)
+
+    def at(self, chosen: Tensor) -> Goal:
+        return Goal(self.log_p[chosen], self.best[chosen], self.heat[chosen])
+
+
+def distance(goal: Goal, logits: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """The mean loss of draft logits [M, W], and the mean acceptance rate."""
+    log_q = (logits.float() / goal.heat).log_softmax(-1)
+    p = goal.log_p.exp()
+    q = log_q.exp()
+    alpha = torch.minimum(p, q).sum(-1).mean()
+    rate = alpha.detach()
+    if loss == "tv":
+        return 1 - alpha, rate
+    if loss == "reverse":
+        return (q * (log_q - goal.log_p)).sum(-1).mean(), rate
+    forward = (p * (goal.log_p - log_q)).sum(-1).mean()
+    if loss == "forward":
+        return forward, rate
+    weight = torch.exp(-_TURN * rate)
+    return weight * forward + (1 - weight) * (1 - alpha), rate
+
+
+@torch.no_grad()
+def acceptance(goal: Goal, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """At every position [M]: the chance that a drawn token is accepted, and whether the greedy guess is right."""
+    q = (logits.float() / goal.heat).softmax(-1)
+    return torch.minimum(goal.log_p.exp(), q).sum(-1), (logits.argmax(-1) == goal.best).float()
+
+
+def draft_tau(rates: Tensor, start: Tensor) -> Tensor:
+    """Expected tokens of a round that drafts from each slot: 1 + a_1 + a_1 a_2 + ...
+
+    ``rates`` [K, B, T]: chance that the token which step s (0 first) guesses at slot j is accepted, given that all before
+    it were. A draft that starts at slot j meets step s at slot j + s. ``start`` [B, T] bool: where drafts may start.
+    Returns the sums A_1 .. A_K over all starts, and their number at the end: [K + 1].
+    """
+    reached = torch.ones_like(rates[0])
+    sums = []
+    for step in range(len(rates)):
+        ahead = torch.zeros_like(reached)
+        ahead[:, : ahead.shape[1] - step] = rates[step, :, step:]
+        reached = reached * ahead
+        sums.append(reached[start].sum())
+    return torch.stack([*sums, start.sum().to(reached.dtype)])

@@ -1,0 +1,195 @@
+"""What is trained: a head or a small model, each with the one thing training needs of it.
+
+Knows: how a student reads a batch of the target's text and what it guesses at every step of a draft.
+Does not know: optimizers, schedules, data on disk.
+
+A head is trained on its own rollouts: step 0 reads the target's features, step s its own output of step s - 1, one slot
+to the right, and sees true slots only up to where its draft began. So it meets in training what it meets in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..machine.head import HeadNet, save_head
+from ..machine.watch import Watch
+
+__all__ = ["Batch", "HeadStudent", "ModelStudent", "Reading", "Student", "Teacher"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of the target's own text."""
+
+    tokens: Tensor  # [B, T] int64, short rows padded at the end
+    answer: Tensor  # [B, T] bool: the target wrote this token as (part of) an answer
+    temperature: Tensor  # [B] it was served at; 0 is greedy
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A batch, and what the target thinks of it."""
+
+    batch: Batch
+    logits: Tensor  # [B, T, V]
+    features: Tensor | None  # [B, T, F], for heads
+
+
+class Teacher:
+    """The target, as the students see it. Never trained."""
+
+    def __init__(self, model: PreTrainedModel, watch: tuple[int, ...] = ()) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._watch = Watch(model, watch) if watch else None
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> Reading:
+        logits: Tensor = self.model(input_ids=batch.tokens, use_cache=False).logits
+        return Reading(batch, logits, self._watch.take() if self._watch is not None else None)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+
+
+class Student(Protocol):
+    """A draft in training."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def ids(self) -> Tensor | None:
+        """[W] the tokens its logits stand for; None: all."""
+
+    def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
+        """For each step of a draft, hidden or output states [B, T, ...] that ``logits`` turns into guesses.
+
+        At step s, slot j says what it expects behind token j when the draft began s tokens before.
+        """
+
+    def logits(self, states: Tensor) -> Tensor:
+        """States [M, ...] -> logits [M, W]."""
+
+    def save(self, folder: Path) -> None: ...
+
+
+class HeadStudent:
+    """A ``HeadNet`` for a target whose features come with each reading."""
+
+    def __init__(self, net: HeadNet, target: PreTrainedModel, about: dict[str, Any] | None = None) -> None:
+        self.net = net
+        self._embedding: Tensor = target.get_input_embeddings().weight
+        self._about = about or {}
+        self._turn: Tensor | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self.net
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.net.ids
+
+    def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
+        assert reading.features is not None
+        tokens = reading.batch.tokens
+        length = tokens.shape[1]
+        if self._turn is None or self._turn.shape[1] < length:
+            self._turn = self.net.rotary(length, tokens.device)[None]
+        turn = self._turn[:, :length]
+        g = self.net.fused(_later(reading.features, 1))
+        embedded = self._embedding[tokens]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        seen = _causal(length, self.net.config.window, tokens.device)
+        for _ in range(steps):
+            x = self.net.joined(g, embedded)
+            q, k, v = self.net.queries_keys_values(x, turn)
+            group = self.net.config.heads // self.net.config.kv_heads
+            keys.append(k.repeat_interleave(group, 2))
+            values.append(v.repeat_interleave(group, 2))
+            y = self.net.finish(x, _attend(q, keys, values, seen).flatten(2))
+            yield y
+            g = _later(y, 1)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.net.logits(states)
+
+    def save(self, folder: Path) -> None:
+        save_head(self.net, folder, self._about, torch.bfloat16)
+
+
+class ModelStudent:
+    """An ordinary causal LM with the target's tokenizer. It drafts from text alone, so every step is the same."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    @property
+    def ids(self) -> Tensor | None:
+        return None
+
+    def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
+        out = self.model(input_ids=reading.batch.tokens, use_cache=False).logits
+        width = reading.logits.shape[-1]  # padded vocabularies differ
+        out = out[..., :width] if out.shape[-1] >= width else F.pad(out, (0, width - out.shape[-1]), value=-1e4)
+        for _ in range(steps):
+            yield out
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+
+def _later(x: Tensor, slots: int) -> Tensor:
+    """x [B, T, ...] moved right by some slots, zeros coming in."""
+    if slots == 0:
+        return x
+    return torch.cat([torch.zeros_like(x[:, :slots]), x[:, :-slots]], dim=1)
+
+
+def _causal(length: int, window: int, device: torch.device) -> Tensor:
+    """[T, T] how many slots back each key lies; out-of-reach ones are marked by a huge number."""
+    at = torch.arange(length, device=device)
+    back = at[:, None] - at
+    return torch.where(back < window, back, -1)
+
+
+def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], back: Tensor) -> Tensor:
+    """Attention at step s = len(keys) - 1 of a rollout. All [B, T, heads, dim]; ``back`` of ``_causal``.
+
+    The slot j of step s sees the true slots 0 .. j - s, and of each later step m the one slot of its own draft,
+    j - s + m.
+    """
+    step = len(keys) - 1
+    scale = q.shape[-1] ** -0.5
+    q = q.transpose(1, 2)  # [B, heads, T, dim]
+    true_keys, true_values = keys[0].transpose(1, 2), values[0].transpose(1, 2)
+    if step == 0:
+        return F.scaled_dot_product_attention(q, true_keys, true_values, attn_mask=back >= 0).transpose(1, 2)
+    scores = [((q @ true_keys.transpose(2, 3)) * scale).masked_fill(back < step, float("-inf"))]
+    own = [(_later(keys[m], step - m), _later(values[m], step - m)) for m in range(1, step + 1)]
+    scores += [((q * k.transpose(1, 2)).sum(-1, keepdim=True) * scale) for k, _ in own]
+    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
+    out = weights[..., : -len(own)] @ true_values
+    for m, (_, v) in enumerate(own):
+        column = weights.shape[-1] - len(own) + m
+        out = out + weights[..., column : column + 1] * v.transpose(1, 2)
+    return out.transpose(1, 2)

@@ -1,0 +1,317 @@
+"""A small head on the target's own hidden states as the guesser.
+
+Knows: how to bring the head's keys level with the committed text, and how to draft a chain or a tree with it.
+Does not know: the network's arithmetic (``machine.head``), how it was trained, or what the target thinks of a guess.
+
+The target's runner keeps the features of every token beside its keys (``watch``), so they are there for every
+committed token but the last. A round costs the head one pass over the newly committed tokens, with true features, and a
+step on its own output for each further token. Slots made of its own guesses are never kept: when the tokens are
+committed, the true features take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import ModelRefused
+from ..machine.head import HeadNet, load_head
+from ..machine.kvcache import Slab
+from ..types import DraftView, Proposal
+from .base import Drafter
+from .pen import Pen
+
+__all__ = ["HeadDrafter", "WatchedRunner"]
+
+CATCH_UP = 16  # a row that is further behind than this is brought level on its own
+CHUNK = 1024  # slots of a long prompt that are read at once
+DEPTH = 8  # levels of a tree
+CERTAINTY = 0.2
+
+Asked = dict[str, tuple[DraftView, int]]  # sequence id -> the sequence and its budget
+
+
+class WatchedRunner(Protocol):
+    """What the head needs of the target's runner."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+    @property
+    def slab(self) -> Slab: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def watch(self, layers: Sequence[int]) -> None: ...
+    def features(self, row: int, start: int, stop: int) -> Tensor: ...
+
+
+class HeadDrafter(Drafter):
+    """Drafts chains, or trees of the likeliest tokens, with a head trained for this target."""
+
+    name = "head"
+
+    def __init__(
+        self, net: HeadNet, target: WatchedRunner, *, vocab_size: int, certainty: float | None = None, branch: int = 1
+    ) -> None:
+        """``certainty``: a chain ends before the token that is reached with less than this chance, by the head's own
+        probabilities; 0: never, None: what suits the device. ``branch``: above 1 drafts trees, with this many of the
+        likeliest tokens behind a node; the budget then counts nodes."""
+        _check_shapes(net, target, vocab_size)
+        self.net = net.to(target.device).eval().requires_grad_(False)
+        self.target = target
+        self.vocab_size = vocab_size
+        # To ask how certain it is means to wait for the device, which is free on a CPU only.
+        self.certainty = certainty if certainty is not None else CERTAINTY * (target.device.type == "cpu")
+        self.branch = branch
+        slab = target.slab
+        self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
+        self._dtype = net.fuse.dtype
+        self._embedding: Tensor = target.model.get_input_embeddings().weight
+        self._turn = net.rotary(self.slab.capacity)  # [capacity, 1, dim / 2]
+        self._count = torch.arange(self.slab.capacity, device=target.device)
+        target.watch(net.config.watch)
+
+    @staticmethod
+    def load(folder: Path, target: WatchedRunner, *, vocab_size: int) -> HeadDrafter:
+        """The head in ``folder`` (see ``machine.head``), for the model that ``target`` runs."""
+        return HeadDrafter(load_head(folder), target, vocab_size=vocab_size)
+
+    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
+        asked = {
+            view.id: (view, budget)
+            for view, budget in zip(views, budgets, strict=True)
+            if budget > 0 and self._has_features(view)
+        }
+        if not asked:
+            return [None] * len(views)
+        with torch.inference_mode():
+            for view, _ in asked.values():
+                self._bring_near(view)
+            found = self._trees(asked) if self.branch > 1 else self._chains(asked)
+        return [found.get(view.id) for view in views]
+
+    def release(self, sequence_id: str) -> None:
+        if sequence_id in self.slab:
+            self.slab.release(sequence_id)
+
+    # -- level with the committed text
+
+    def _has_features(self, view: DraftView) -> bool:
+        """Not in a prompt's first round, when the target itself has not read it yet."""
+        slab = self.target.slab
+        return view.id in slab and slab.lengths[slab.row(view.id)] >= len(view.tokens) - 1
+
+    def _bring_near(self, view: DraftView) -> None:
+        """Give the sequence a row, and read a long prompt in, so that only a few slots are missing."""
+        slab, tokens = self.slab, view.tokens
+        if view.id not in slab:
+            slab.acquire(view.id, tokens)
+            slab.promote(view.id)
+        row = slab.row(view.id)
+        if len(tokens) - slab.lengths[row] <= CATCH_UP:
+            return
+        while (start := slab.lengths[row]) < len(tokens) - 1:
+            piece = tokens[start : min(start + CHUNK, len(tokens) - 1)]
+            x = self._true_inputs([(view.id, start, piece)])[None]
+            _, k, v = self.net.queries_keys_values(x, self._turn[None, start : start + len(piece)])
+            slab.begin(slice(row, row + 1), [start], len(piece))
+            slab.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+            slab.extend(row, piece)
+
+    def _true_inputs(self, parts: Sequence[tuple[str, int, Sequence[int]]]) -> Tensor:
+        """x of (sequence, first slot, tokens of its slots), one part behind the other [n, width], by true features."""
+        found = []
+        for key, start, tokens in parts:
+            row = self.target.slab.row(key)
+            features = self.target.features(row, max(start - 1, 0), start + len(tokens) - 1)
+            if start == 0:  # nothing stands before a text's first token
+                features = torch.cat([features.new_zeros(1, features.shape[1]), features])
+            found.append(features)
+        g = self.net.fused((torch.cat(found) if len(found) > 1 else found[0]).to(self._dtype))
+        ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=g.device)
+        return self.net.joined(g, self._embedded(ids))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self._embedding[tokens].to(self._dtype)
+
+    def _catch_up(self, asked: Asked) -> tuple[list[str], list[int], Tensor]:
+        """Write the missing slots of every asked row. Returns the sequences in row order (rows that were not asked come
+        along as idle passengers), how many slots each row has now, and y [R, 1, width] of their last ones."""
+        slab = self.slab
+        keys = slab.ready_keys
+        keys = keys[: 1 + max(row for row, key in enumerate(keys) if key in asked)]
+        rows = len(keys)
+        starts = slab.lengths[:rows]
+        feed = [asked[key][0].tokens[start:] if key in asked else [] for key, start in zip(keys, starts, strict=True)]
+        found = self._true_inputs([part for part in zip(keys, starts, feed, strict=True) if part[2]])
+        ends = [start + max(len(line), 1) for start, line in zip(starts, feed, strict=True)]
+        if rows == 1:
+            x = found[None]
+            q, k, v = self._write(x, starts)
+            x, q = x[:, -1:], q[:, -1:]
+        else:
+            x = found.new_zeros(rows, max(map(len, feed)), found.shape[1])
+            for line, piece, to in zip(feed, torch.split(found, [len(line) for line in feed]), x, strict=True):
+                to[: len(line)] = piece
+            q, k, v = self._write(x, starts)
+            last = self._count[:rows], torch.tensor(ends, device=x.device) - torch.tensor(starts, device=x.device) - 1
+            x, q = x[last][:, None], q[last][:, None]
+        y = self._look(x, q, k, v, self._sight([end - 1 for end in ends], k.shape[2]))
+        for row, line in enumerate(feed):
+            slab.extend(row, line)
+        return keys, ends, y
+
+    # -- the network over the slab
+
+    def _write(
+        self, x: Tensor, starts: Sequence[int], positions: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Store keys and values of slots x [R, N, width] at starts[r] + index. Returns their queries [R, N, heads, dim]
+        and all live keys and values [R, kv_heads, live, dim]. ``positions``: all slots of a row stand at this one."""
+        rows, width = x.shape[:2]
+        slots: Tensor | None = None
+        if min(starts) < max(starts):
+            slots = torch.tensor(starts, device=x.device)[:, None] + self._count[:width]
+        if positions is not None:
+            turn = self._turn[positions][:, None]
+        elif slots is not None:
+            turn = self._turn[slots]
+        else:
+            turn = self._turn[None, starts[0] : starts[0] + width]
+        q, k, v = self.net.queries_keys_values(x, turn)
+        self.slab.begin(slice(0, rows), starts, width, slots)
+        keys, values = self.slab.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+        return q, keys, values
+
+    def _sight(self, slots: Sequence[int], live: int) -> Tensor | None:
+        """[R, 1, live] which keys one query a row may see, from its own slot back; None: the last ``window`` ones."""
+        if min(slots) == max(slots) == live - 1:
+            return None
+        own, at = torch.tensor(slots, device=self.target.device)[:, None, None], self._count[:live]
+        return (at <= own) & (at > own - self.net.config.window)
+
+    def _look(self, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+        """y [R, N, width] of slots x [R, N, width] with queries q [R, N, heads, dim]; ``seen`` [R, N, live]."""
+        c = self.net.config
+        rows, width = x.shape[:2]
+        if seen is None:
+            keys, values = keys[:, :, -c.window :], values[:, :, -c.window :]
+        # Heads of one group read the same keys, so they and the N queries are one axis: keys are never repeated.
+        q = q.transpose(1, 2).reshape(rows, c.kv_heads, -1, c.head_dim)
+        scores = (q @ keys.transpose(2, 3)) * c.head_dim**-0.5
+        if seen is not None:
+            scores = scores.unflatten(2, (-1, width)).masked_fill_(~seen[:, None, None], float("-inf")).flatten(2, 3)
+        mixed = (scores.softmax(-1) @ values).view(rows, c.heads, width, c.head_dim)
+        return self.net.finish(x, mixed.transpose(1, 2).flatten(2))
+
+    # -- drafting
+
+    def _chains(self, asked: Asked) -> dict[str, Proposal]:
+        keys, ends, y = self._catch_up(asked)
+        some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
+        views = [asked[key][0] if key in asked else some for key in keys]
+        pen = Pen(views, self.vocab_size, self.target.vocab_size, y.device, self.net.ids)
+        budgets = [asked[key][1] if key in asked else 0 for key in keys]
+        reached: Tensor | float = 1.0
+        drawn: list[Tensor] = []
+        for offset in range(max(budgets)):
+            if offset:
+                # A row whose numbers break down draws -1; it is fed as any token and cut out below.
+                x = self.net.joined(y, self._embedded(drawn[-1].clamp_min(0))[:, None])
+                q, k, v = self._write(x, ends)
+                y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))
+                ends = [end + 1 for end in ends]
+            drawn.append(pen.draw(self.net.logits(y)[:, 0], offset))
+            if self.certainty:
+                # What ends a chain is the distribution a token is drawn from, never the token.
+                reached = reached * pen.certainty()
+                if offset:
+                    weak = (reached < self.certainty).tolist()
+                    budgets = [min(b, offset) if w else b for b, w in zip(budgets, weak, strict=True)]
+                    if max(budgets) <= offset:
+                        break
+        return self._proposals(asked, keys, budgets, torch.stack(drawn, dim=1).tolist(), pen)
+
+    @staticmethod
+    def _proposals(
+        asked: Asked, keys: Sequence[str], budgets: Sequence[int], tokens: Sequence[list[int]], pen: Pen
+    ) -> dict[str, Proposal]:
+        q = pen.q()
+        proposals = {}
+        for row, (key, line) in enumerate(zip(keys, tokens, strict=True)):
+            if key in asked:
+                length = min(budgets[row], line.index(-1) if -1 in line else len(line))
+                own = None if q is None or pen.point[row] else q[row, :length]
+                proposals[key] = Proposal.chain(line[:length], own)
+        return proposals
+
+    def _trees(self, asked: Asked) -> dict[str, Proposal]:
+        """Level by level: of all children of a level's nodes, the ``branch`` that are likeliest to be reached go on.
+        In the end each row keeps as many nodes as its budget has, again the likeliest. Deterministic, so points."""
+        keys, ends, y = self._catch_up(asked)
+        rows, b, device = len(keys), self.branch, y.device
+        chance, words = self.net.logits(y).float().log_softmax(-1).topk(b)  # [R, 1, b]
+        # All nodes so far, level by level, [R, n] each: token, parent's number, log of the chance to be reached
+        tokens, parents, chances = (
+            [self.net.ids[words[:, 0]]],
+            [torch.full((rows, b), -1, device=device)],
+            [chance[:, 0]],
+        )
+        front = self._count[:b].expand(rows, b)  # the numbers of the nodes that go on
+        y = y.expand(rows, b, -1)  # of their parents
+        root = torch.tensor(ends, device=device)[:, None]
+        path = root[..., None].expand(rows, b, 0)  # slots of their ancestors
+        for level in range(1, min(DEPTH, max(budget for _, budget in asked.values()))):
+            now = torch.cat(tokens, 1).gather(1, front)
+            x = self.net.joined(y, self._embedded(now))
+            starts = [end + (level - 1) * b for end in ends]
+            q, k, v = self._write(x, starts, [end + level - 1 for end in ends])
+            own = root + (level - 1) * b + self._count[:b]
+            path = torch.cat([path, own[..., None]], 2)
+            prefix = self._count[: k.shape[2]]
+            prefix = (prefix < root) & (prefix >= root + level - self.net.config.window)  # [R, live]
+            seen = prefix[:, None].expand(rows, b, -1).clone().scatter_(2, path, True)
+            y = self._look(x, q, k, v, seen)
+            chance, words = self.net.logits(y).float().log_softmax(-1).topk(b)  # [R, b, b]
+            chance = (chance + torch.cat(chances, 1).gather(1, front)[..., None]).flatten(1)
+            first = sum(level_tokens.shape[1] for level_tokens in tokens)
+            tokens.append(self.net.ids[words].flatten(1))
+            parents.append(front.repeat_interleave(b, 1))
+            chances.append(chance)
+            best = chance.topk(b).indices  # [R, b]
+            front, kin = best + first, best // b
+            y = y.gather(1, kin[..., None].expand(-1, -1, y.shape[2]))
+            path = path.gather(1, kin[..., None].expand(-1, -1, path.shape[2]))
+        # A child is never likelier than its parent, and among equals the parent stands first: no node loses its parent.
+        order = torch.cat(chances, 1).sort(dim=1, descending=True, stable=True).indices.tolist()
+        lines = zip(keys, order, torch.cat(tokens, 1).tolist(), torch.cat(parents, 1).tolist(), strict=True)
+        return {key: _kept(best, ids, up, asked[key][1]) for key, best, ids, up in lines if key in asked}
+
+
+def _kept(order: list[int], tokens: list[int], parents: list[int], budget: int) -> Proposal:
+    """The tree of the first ``budget`` nodes in ``order``."""
+    chosen = sorted(order[:budget])
+    number = {-1: -1} | {node: i for i, node in enumerate(chosen)}
+    return Proposal(tuple(tokens[node] for node in chosen), tuple(number[parents[node]] for node in chosen))
+
+
+def _check_shapes(net: HeadNet, target: WatchedRunner, vocab_size: int) -> None:
+    """Refuse a head that was made for another target."""
+    c = net.config
+    config = target.model.config.get_text_config(decoder=True)
+    hidden = target.model.get_input_embeddings().weight.shape[1]
+    mine = (c.target_hidden, c.target_layers, c.target_vocab)
+    theirs = (int(hidden), int(config.num_hidden_layers), target.vocab_size)
+    if mine != theirs:
+        raise ModelRefused(
+            "this draft head was trained for another target: one with hidden size {}, {} layers and {} tokens; this "
+            "one has {}, {} and {}; train one with `headstart distill`, or use draft='lookup'".format(*mine, *theirs)
+        )
+    if int(net.ids.max()) >= vocab_size:
+        raise ModelRefused(f"this draft head says token {int(net.ids.max())}, but the tokenizer has only {vocab_size}")

@@ -1,0 +1,78 @@
+"""Grouped attention without copies: the one piece of a Hugging Face model that the eager runner replaces.
+
+Knows: how to attend with fewer key heads than query heads under a mask. Does not know: what the mask means.
+
+With a mask, transformers repeats every key and value once per query head before each attention call, because some
+GPU kernels want that. On the CPU the kernel takes grouped heads as they are, bit for bit the same and three to
+four times faster: with 256 tokens of context and 8 rows the copies cost more than half of a step.
+
+The replacement is lent to the model for the length of one forward, so that the model behaves as before for
+everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["GROUPED", "grouped_attention", "lend", "wants_grouped"]
+
+GROUPED = "headstart_grouped"
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [R, heads, N, dim]
+    key: Tensor,  # [R, kv_heads, live, dim]
+    value: Tensor,
+    attention_mask: Tensor | None,  # [R, 1, N, live]
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer; returns [R, N, heads, dim]."""
+    if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
+        found: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return found
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        enable_gqa=True,
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def wants_grouped(config: Any, device: torch.device) -> bool:
+    """Is there anything to win: grouped heads, on the CPU, in a model that would use SDPA?"""
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None)
+    return config._attn_implementation == "sdpa" and device.type == "cpu" and bool(groups) and groups != heads
+
+
+@contextmanager
+def lend(config: Any) -> Iterator[None]:
+    """Let the model with this (text) config attend with ``grouped_attention``, and give it back its own afterwards."""
+    own = config._attn_implementation
+    config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = own
+
+
+# No mask function is registered beside it: without a mask from us, transformers then passes None on, which is
+# what the runner means by it.
+AttentionInterface.register(GROUPED, grouped_attention)

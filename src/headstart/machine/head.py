@@ -1,0 +1,182 @@
+"""The network of a draft head: one decoder layer on the target's hidden states, with few output words.
+
+Knows: its shape, its arithmetic, and its folder on disk. Does not know: caches, rounds, or how it is trained.
+
+Slot j of a text stands for the pair (features of token j-1, token j) and predicts token j+1; slot 0 has no features
+(zeros). The features are the target's hidden states behind a low, a middle and a high layer, and where the target has
+not been yet, the head's own output at slot j-1 takes the place of the fused features:
+
+    g_j = norm(fuse @ [norm(low), norm(middle), norm(high)] of token j-1)    or    g_j = y_{j-1}
+    x_j = g_j + embed @ norm(the target's embedding of token j)
+    y_j = norm(a decoder layer of x_0 .. x_j)
+    logits over the draft vocabulary = head @ y_j;  ids says which token each row of ``head`` stands for
+
+Norms have no weights: the matrix behind each of them can say the same. Keys and values of a slot depend on x_j alone,
+so slots that are only remembered cost two small products and no attention.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..errors import ModelNotFound, ModelRefused
+
+__all__ = ["MODEL_TYPE", "HeadConfig", "HeadNet", "head_folder", "load_head", "save_head"]
+
+MODEL_TYPE = "headstart_head"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes of a head, and of the target it was made for."""
+
+    target_hidden: int  # width of the target's hidden states and embeddings
+    target_layers: int
+    target_vocab: int  # rows of the target's output head
+    watch: tuple[int, ...]  # decoder layers whose outputs are its features
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int  # words it can say
+    window: int = 512  # slots a slot sees, itself included
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> HeadConfig:
+        known = {f.name for f in fields(HeadConfig)}
+        given = {name: value for name, value in values.items() if name in known}
+        return HeadConfig(**given | {"watch": tuple(given["watch"])})
+
+    @property
+    def features(self) -> int:
+        """Numbers a token's features have."""
+        return len(self.watch) * self.target_hidden
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+class HeadNet(nn.Module):
+    """The head's matrices, and what is done with them."""
+
+    ids: Tensor
+
+    def __init__(self, config: HeadConfig, ids: Tensor | Sequence[int]) -> None:
+        """``ids``: the target's token for each word of the draft vocabulary, rising."""
+        super().__init__()
+        self.config = c = config
+        self.register_buffer("ids", torch.as_tensor(ids, dtype=torch.int64))
+        if self.ids.shape != (c.vocab,):
+            raise ValueError(f"{c.vocab} words need as many ids, not {list(self.ids.shape)}")
+
+        def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, columns) * scale * columns**-0.5)
+
+        self.fuse = matrix(c.width, c.features)
+        self.embed = matrix(c.width, c.target_hidden)
+        self.qkv = matrix(c.queries + 2 * c.keys, c.width)
+        self.out = matrix(c.width, c.queries, 0.5)
+        self.gate_up = matrix(2 * c.ffn, c.width)
+        self.down = matrix(c.width, c.ffn, 0.5)
+        self.head = matrix(c.vocab, c.width)
+
+    def fused(self, features: Tensor) -> Tensor:
+        """The target's features [.., F] -> g [.., width]."""
+        parts = features.view(*features.shape[:-1], len(self.config.watch), self.config.target_hidden)
+        return self._norm(F.linear(self._norm(parts).flatten(-2), self.fuse))
+
+    def joined(self, g: Tensor, embedded: Tensor) -> Tensor:
+        """g [.., width] and the target's embeddings of the tokens [.., H] -> x [.., width]."""
+        return g + F.linear(self._norm(embedded), self.embed)
+
+    def queries_keys_values(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [R, N, width] -> [R, N, heads or kv_heads, dim] each. ``turn`` [R or 1, N, 1, dim / 2]: of ``rotary``."""
+        c = self.config
+        qkv = F.linear(self._norm(x), self.qkv).view(*x.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
+        turned, v = torch.split(qkv, [c.heads + c.kv_heads, c.kv_heads], dim=2)
+        # Neighbouring channels as a complex number: turning is one product.
+        pairs = torch.view_as_complex(turned.float().reshape(*turned.shape[:3], c.head_dim // 2, 2))
+        q, k = torch.split(torch.view_as_real(pairs * turn).flatten(3).to(v.dtype), [c.heads, c.kv_heads], dim=2)
+        return q, k, v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [.., width] and what it attended to [.., heads * dim] -> y [.., width]."""
+        x = x + F.linear(attended, self.out)
+        gate, up = F.linear(self._norm(x), self.gate_up).chunk(2, dim=-1)
+        return self._norm(x + F.linear(F.silu(gate) * up, self.down))
+
+    def logits(self, y: Tensor) -> Tensor:
+        """y [.., width] -> [.., vocab], in the order of ``ids``."""
+        return F.linear(y, self.head)
+
+    def rotary(self, positions: int, device: torch.device | None = None) -> Tensor:
+        """How far each pair of channels turns at each position: complex [positions, 1, dim / 2]."""
+        half = self.config.head_dim // 2
+        speed = self.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.outer(torch.arange(positions, dtype=torch.float64), speed)[:, None]
+        return torch.polar(torch.ones_like(angle), angle).to(torch.complex64).to(device or self.fuse.device)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), eps=self.config.eps)
+
+
+# -- on disk ------------------------------------------------------------------------------------------------------
+
+
+def head_folder(source: object) -> Path | None:
+    """The folder, if ``source`` names one that holds a head."""
+    if not isinstance(source, (str, Path)):
+        return None
+    path = Path(source).expanduser()
+    try:
+        config = json.loads((path / _CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+    return path if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE else None
+
+
+def save_head(
+    net: HeadNet, folder: Path, about: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Write config.json and model.safetensors. ``about``: more for the config, such as the target's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().to("cpu", torch.int32 if name == "ids" else dtype or tensor.dtype).contiguous()
+        for name, tensor in net.state_dict().items()
+    }
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    config = {"model_type": MODEL_TYPE, **(about or {}), **asdict(net.config)}
+    (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def load_head(folder: Path) -> HeadNet:
+    """Read a head, in float32."""
+    try:
+        config = HeadConfig.of(json.loads((folder / _CONFIG).read_text()))
+        tensors = load_file(folder / _WEIGHTS)
+    except OSError as error:
+        raise ModelNotFound(f"{folder} holds no draft head ({error})") from error
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise ModelRefused(f"the draft head in {folder} cannot be read: {error}") from error
+    net = HeadNet(config, tensors["ids"])
+    net.load_state_dict({name: t if name == "ids" else t.float() for name, t in tensors.items()})
+    return net.eval().requires_grad_(False)

@@ -1,0 +1,58 @@
+"""Hidden states of chosen decoder layers, caught while the model runs.
+
+Knows: where a Hugging Face causal LM keeps its decoder layers, and how to listen to some of them.
+Does not know: who reads what was caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import InvalidParameter, ModelRefused
+
+__all__ = ["Watch", "decoder_layers"]
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The stack of decoder layers, the first of which reads the embeddings."""
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and count:
+            return module
+    raise ModelRefused(
+        f"{type(model).__name__} keeps its decoder layers in no place known here, so no head can read them; "
+        "use a small model or draft='lookup' instead"
+    )
+
+
+class Watch:
+    """Listens to the outputs of some decoder layers (0 is the first); side by side they are a token's *features*."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        stack = decoder_layers(model)
+        self.layers = tuple(layers)
+        if not self.layers or not all(0 <= layer < len(stack) for layer in self.layers):
+            raise InvalidParameter("layers", f"must lie in 0 .. {len(stack) - 1}, not {list(self.layers)}")
+        self._caught: dict[int, Tensor] = {}
+        self._hooks = [stack[layer].register_forward_hook(partial(self._catch, layer)) for layer in set(self.layers)]
+
+    def _catch(self, layer: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._caught[layer] = output[0] if isinstance(output, tuple) else output
+
+    def take(self) -> Tensor:
+        """The features [R, N, F] of the forward that just ran; they are handed out once."""
+        parts = [self._caught[layer] for layer in self.layers]
+        self._caught.clear()
+        device = parts[-1].device  # layers may lie on several devices
+        return torch.cat([part.to(device) for part in parts], dim=-1)
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._caught.clear()

@@ -1,0 +1,161 @@
+"""The controller: chooses by measured cost and acceptance, says why not, notices a change, never climbs its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headstart.config import DraftConfig
+from headstart.controller import AdaptiveController, FixedController, controller_for
+from headstart.types import Proposal, Round, SamplingParams
+
+
+@dataclass
+class View:
+    id: str = "a"
+    prompt_length: int = 1
+    seed: int = 0
+    prediction: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [1]
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams()
+
+
+ROUND = Round(
+    sequence="a",
+    drafted=0,
+    accepted=0,
+    emitted=1,
+    rows=1,
+    width=1,
+    prefill=0,
+    draft_seconds=0.0,
+    verify_seconds=1.0,
+    round_seconds=1.0,
+)
+
+
+def play(
+    controller: AdaptiveController, holds: float, cost: dict[int, float], rounds: int, step: float = 0.0
+) -> list[int]:
+    """Play rounds in which a share ``holds`` of guesses is right and a forward of width w costs cost[w]; the budgets."""
+    chosen, debt = [], 0.0
+    for _ in range(rounds):
+        (gamma,) = controller.budgets([View()], [10])
+        chosen.append(gamma)
+        outcomes: list[bool] = []
+        while len(outcomes) < gamma:
+            debt += holds
+            outcomes.append(debt >= 1)
+            if not outcomes[-1]:
+                break
+            debt -= 1
+        accepted = sum(outcomes)
+        seconds = cost[gamma + 1]
+        controller.observe(
+            [
+                replace(
+                    ROUND,
+                    drafted=gamma,
+                    accepted=accepted,
+                    emitted=accepted + 1,
+                    width=gamma + 1,
+                    draft_seconds=gamma * step,
+                    verify_seconds=seconds,
+                    round_seconds=seconds + gamma * step,
+                    outcomes=tuple(outcomes),
+                )
+            ]
+        )
+    return chosen
+
+
+FLAT = {width: 1.0 + 0.01 * width for width in range(1, 12)}
+STEEP = {width: float(width) for width in range(1, 12)}
+
+
+def test_fixed_is_fixed() -> None:
+    controller = controller_for(DraftConfig(gamma=4), free=False)
+    assert isinstance(controller, FixedController)
+    assert controller.budgets([View(), View("b")], [10, 2]) == [4, 2]
+
+
+def test_good_guesses_at_flat_cost_are_drafted_far() -> None:
+    chosen = play(AdaptiveController(10), holds=0.95, cost=FLAT, rounds=60, step=0.02)
+    assert chosen[0] == 0, "a plain round first, to compare with"
+    assert min(chosen[-20:]) >= 6
+
+
+def test_bad_guesses_are_given_up_and_it_says_why() -> None:
+    controller = AdaptiveController(10)
+    chosen = play(controller, holds=0.1, cost=STEEP, rounds=80, step=0.1)
+    assert sum(chosen[-40:]) <= 4, "only the rare probe"
+    assert "does not pay" in (controller.reason() or "")
+
+
+def test_it_comes_back_when_guesses_get_better() -> None:
+    controller = AdaptiveController(10)
+    play(controller, holds=0.05, cost=FLAT, rounds=60, step=0.3)
+    chosen = play(controller, holds=0.98, cost=FLAT, rounds=300, step=0.05)
+    assert max(chosen[-20:]) >= 4
+
+
+def test_a_slow_draft_is_not_used() -> None:
+    chosen = play(AdaptiveController(10), holds=0.9, cost=FLAT, rounds=60, step=1.5)
+    assert sum(chosen[-30:]) <= 4
+
+
+def test_free_guesses_are_trimmed_by_their_strength() -> None:
+    controller = AdaptiveController(10, free=True)
+    cost = {width: 1.0 if width == 1 else 1.6 for width in range(1, 12)}
+    for i in range(120):  # strong matches hold, weak ones do not
+        strong = i % 2 == 0
+        proposal = Proposal.chain([1] * 8, strength=8 if strong else 1)
+        (kept,) = controller.trim([View()], [proposal])
+        n = len(kept) if kept is not None else 0
+        outcomes = (True,) * n if strong else (False,) * min(n, 1)
+        seconds = cost[n + 1]
+        controller.observe(
+            [
+                replace(
+                    ROUND,
+                    drafted=n,
+                    accepted=sum(outcomes),
+                    emitted=sum(outcomes) + 1,
+                    width=n + 1,
+                    verify_seconds=seconds,
+                    round_seconds=seconds,
+                    outcomes=outcomes,
+                    strength=proposal.strength,
+                )
+            ]
+        )
+    strong, weak = (controller.trim([View()], [Proposal.chain([1] * 8, strength=s)])[0] for s in (8, 1))
+    assert strong is not None
+    assert len(strong) == 8
+    assert weak is None
+
+
+def test_rows_share_one_width() -> None:
+    """One row's long shot does not widen the forward of seven others."""
+    controller = AdaptiveController(10, free=True)
+    for width, seconds in ((1, 1.0), (9, 6.0)):
+        controller.observe([replace(ROUND, rows=8, width=width, verify_seconds=seconds, round_seconds=seconds)])
+    views = [View(str(i)) for i in range(8)]
+    proposals: list[Proposal | None] = [Proposal.chain([1] * 8, strength=4), *[None] * 7]
+    assert controller.trim(views, proposals) == [None] * 8
+    everyone: list[Proposal | None] = [Proposal.chain([1] * 8, strength=16) for _ in range(8)]
+    kept = controller.trim(views, everyone)
+    assert all(p is not None for p in kept)
+
+
+def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
+    controller = AdaptiveController(10)
+    play(controller, holds=0.5, cost=FLAT, rounds=10)
+    controller.forget("a")
+    assert not controller._own
+    assert not controller._idle
