@@ -3,9 +3,9 @@
     python benchmarks/cpu.py                    # everything, about half an hour on two cores
     python benchmarks/cpu.py --per-kind 5 --tokens 48 --parts plain lookup
 
-For every prompt the systems take turns, so that a busy moment of the machine hits all of them. A figure is the median over
-prompts of the ratio of their times, prompt reading included; absolute times of a shared machine mean little and are
-stored only to be able to recompute. Nothing else may run meanwhile.
+For every prompt the systems take turns, so that a busy moment of the machine hits all of them. A figure is the median
+over prompts of the ratio of their times, prompt reading included; absolute times of a shared machine mean little and
+are stored only to be able to recompute. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ def test_many_prompts_come_back_in_order(llm: LLM) -> None:
 
 def test_a_small_queue_does_not_lose_prompts(target: Any) -> None:
     llm = LLM(target, "lookup", max_model_len=64, max_rows=2, max_waiting=2, check=False)
-    outs = llm.generate([[i + 3, i + 4] for i in range(8)], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    outs = llm.generate(
+        [[i + 3, i + 4] for i in range(8)], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    )
     assert [len(o.token_ids) for o in outs] == [6] * 8
 
 

@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports never climb a floor, no cycles, no heavy dependency below its door, no huge files."""
+"""The house keeps its shape: imports never climb, no cycles, heavy dependencies stay behind doors, no huge files."""
 
 from __future__ import annotations
 

@@ -46,7 +46,21 @@ def test_generate_streams_text_and_closes_with_figures(folder: str) -> None:
 
 
 def test_json_holds_everything(folder: str) -> None:
-    arguments = ["generate", "-m", folder, "-n", "8", "--json", "--logprobs", "2", "-t", "0.8", "--seed", "3", "Hi hi hi"]
+    arguments = [
+        "generate",
+        "-m",
+        folder,
+        "-n",
+        "8",
+        "--json",
+        "--logprobs",
+        "2",
+        "-t",
+        "0.8",
+        "--seed",
+        "3",
+        "Hi hi hi",
+    ]
     first, second = (json.loads(runner.invoke(app, arguments).stdout) for _ in range(2))
     assert first["token_ids"] == second["token_ids"]
     assert len(first["token_ids"]) == len(first["origins"]) == len(first["logprobs"])

@@ -42,7 +42,7 @@ ROUND = Round(
 def play(
     controller: AdaptiveController, holds: float, cost: dict[int, float], rounds: int, step: float = 0.0
 ) -> list[int]:
-    """Play rounds in which a share ``holds`` of guesses is right and a forward of width w costs cost[w]; the budgets."""
+    """Play rounds: a share ``holds`` of guesses is right, a forward of width w costs cost[w]. Returns the budgets."""
     chosen, debt = [], 0.0
     for _ in range(rounds):
         (gamma,) = controller.budgets([View()], [10])

@@ -1,7 +1,7 @@
 """Proof 3 on the real embedded model: speculative sampling follows the probabilities that plain forward passes give.
 
-The first tokens of many sampled answers are counted, per position and as joint prefixes, and compared by chi-squared with
-p computed without any of our engine. The drafts are drawn from a distorted copy of p, so acceptance is well under 1.
+The first tokens of many sampled answers are counted, per position and as joint prefixes, and compared by chi-squared
+with p computed without any of our engine. The drafts are drawn from a distorted copy of p, so acceptance is under 1.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headstart.errors import ModelRefused
+from headstart.machine.attention import GROUPED, wants_grouped
 from headstart.machine.kvcache import Slab
 from headstart.machine.runner import EagerRunner, attention_kinds, context_limit
 from headstart.maths.tree import Topology
@@ -118,6 +119,30 @@ def test_eager_attention_gives_them_too(name: str) -> None:
     oracle = Oracle(model, EagerRunner(model, rows=4, max_len=96))
     whole_life(oracle)
     assert oracle.worst < TOLERANCE
+
+
+def test_grouped_attention_is_lent_for_one_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    runner = EagerRunner(model, rows=2, max_len=32)
+    used: list[str] = []
+    own = model.config._attn_implementation
+    step = model.model.layers[0].self_attn.forward
+
+    def spy(*args, **kwargs):  # type: ignore[no-untyped-def]
+        used.append(model.config._attn_implementation)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", spy)
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    ours = runner.forward(slice(0, 2), tokens, [0, 0])
+    torch.testing.assert_close(ours, model(tokens).logits)
+    assert used == [GROUPED, own] == ["headstart_grouped", "sdpa"]
+    monkeypatch.setattr(model.model, "norm", None)
+    with pytest.raises(TypeError):
+        runner.forward(slice(0, 2), tokens, [0, 0])
+    assert model.config._attn_implementation == own, "given back even when the forward fails"
+    assert not wants_grouped(tiny_model("gpt2").config, runner.device), "one key head for each query head already"
+    assert not wants_grouped(tiny_model("gemma2").config, runner.device), "needs eager attention for its soft cap"
 
 
 @pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Headstart: lossless speculative decoding for any Hugging Face causal language model.
 
-    from headstart import LLM, SamplingParams
+from headstart import LLM, SamplingParams
 
-    llm = LLM(draft="lookup")
-    print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temperature=0)).text)
+llm = LLM(draft="lookup")
+print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temperature=0)).text)
 """
 
 from .api import LLM, SpeculativeOutput, speculative_decode

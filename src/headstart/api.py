@@ -10,7 +10,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,9 +34,9 @@ __all__ = ["LLM", "SpeculativeOutput", "Stream", "speculative_decode"]
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
-Model = str | Path | PreTrainedModel
+Prompt: TypeAlias = str | Sequence[int]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Model: TypeAlias = "str | Path | PreTrainedModel"
 
 LONGEST_DEFAULT = 8192  # tokens; a model that can hold more is given more only when asked
 
@@ -110,14 +110,14 @@ class LLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prediction: Sequence[str | None] | None = None,
     ) -> list[Completion]: ...
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prediction: str | Sequence[str | None] | None = None,

@@ -223,7 +223,7 @@ class TableRunner:
     ) -> Tensor:
         """See ``ModelRunner.forward``."""
         self.forwards += 1
-        count, width = tokens.shape
+        width = tokens.shape[1]
         starts = torch.tensor(lengths)[:, None]
         slots = starts + torch.arange(width)
         self.slab.begin(rows, lengths, width, slots)
@@ -253,9 +253,9 @@ class TableRunner:
         self, prompt: Sequence[int], length: int, temperature: float = 1.0
     ) -> dict[tuple[int, ...], float]:
         """The exact law of the next ``length`` tokens after ``prompt``."""
-        law = {(): 1.0}
+        law: dict[tuple[int, ...], float] = {(): 1.0}
         for _ in range(length):
-            longer = {}
+            longer: dict[tuple[int, ...], float] = {}
             for prefix, mass in law.items():
                 text = [0, *prompt, *prefix]
                 row = (self.table[text[-2], text[-1]] / temperature).double().softmax(-1).tolist()

@@ -116,5 +116,5 @@ def _as_json(choice: Choice, inactive: str | None) -> dict[str, Any]:
         "speculation_inactive": inactive,
     }
     if choice.logprobs is not None:
-        found["logprobs"] = [{"id": l.token_id, "logprob": l.logprob, "top": dict(l.top)} for l in choice.logprobs]
+        found["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": dict(p.top)} for p in choice.logprobs]
     return found

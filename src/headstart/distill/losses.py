@@ -93,9 +93,9 @@ def acceptance(goal: Goal, logits: Tensor) -> tuple[Tensor, Tensor]:
 def draft_tau(rates: Tensor, start: Tensor) -> Tensor:
     """Expected tokens of a round that drafts from each slot: 1 + a_1 + a_1 a_2 + ...
 
-    ``rates`` [K, B, T]: chance that the token which step s (0 first) guesses at slot j is accepted, given that all before
-    it were. A draft that starts at slot j meets step s at slot j + s. ``start`` [B, T] bool: where drafts may start.
-    Returns the sums A_1 .. A_K over all starts, and their number at the end: [K + 1].
+    ``rates`` [K, B, T]: chance that the token which step s (0 first) guesses at slot j is accepted, given that all
+    before it were. A draft that starts at slot j meets step s at slot j + s. ``start`` [B, T] bool: where drafts may
+    start. Returns the sums A_1 .. A_K over all starts, and their number at the end: [K + 1].
     """
     reached = torch.ones_like(rates[0])
     sums = []

@@ -106,12 +106,12 @@ class HeadStudent:
             self._turn = self.net.rotary(length, tokens.device)[None]
         turn = self._turn[:, :length]
         g = self.net.fused(_later(reading.features, 1))
-        embedded = self._embedding[tokens]
+        word = self.net.word(self._embedding[tokens].to(g.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         seen = _causal(length, self.net.config.window, tokens.device)
         for _ in range(steps):
-            x = self.net.joined(g, embedded)
+            x = g + word
             q, k, v = self.net.queries_keys_values(x, turn)
             group = self.net.config.heads // self.net.config.kv_heads
             keys.append(k.repeat_interleave(group, 2))
@@ -136,7 +136,8 @@ class ModelStudent:
 
     @property
     def module(self) -> nn.Module:
-        return self.model
+        module: nn.Module = self.model
+        return module
 
     @property
     def ids(self) -> Tensor | None:

@@ -135,10 +135,11 @@ class HeadDrafter(Drafter):
             found.append(features)
         g = self.net.fused((torch.cat(found) if len(found) > 1 else found[0]).to(self._dtype))
         ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=g.device)
-        return self.net.joined(g, self._embedded(ids))
+        return g + self._words(ids)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        return self._embedding[tokens].to(self._dtype)
+    def _words(self, tokens: Tensor) -> Tensor:
+        """Token ids [..] -> what they add to g [.., width]."""
+        return self.net.word(self._embedding[tokens].to(self._dtype))
 
     def _catch_up(self, asked: Asked) -> tuple[list[str], list[int], Tensor]:
         """Write the missing slots of every asked row. Returns the sequences in row order (rows that were not asked come
@@ -223,7 +224,7 @@ class HeadDrafter(Drafter):
         for offset in range(max(budgets)):
             if offset:
                 # A row whose numbers break down draws -1; it is fed as any token and cut out below.
-                x = self.net.joined(y, self._embedded(drawn[-1].clamp_min(0))[:, None])
+                x = y + self._words(drawn[-1].clamp_min(0))[:, None]
                 q, k, v = self._write(x, ends)
                 y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))
                 ends = [end + 1 for end in ends]
@@ -269,7 +270,7 @@ class HeadDrafter(Drafter):
         path = root[..., None].expand(rows, b, 0)  # slots of their ancestors
         for level in range(1, min(DEPTH, max(budget for _, budget in asked.values()))):
             now = torch.cat(tokens, 1).gather(1, front)
-            x = self.net.joined(y, self._embedded(now))
+            x = y + self._words(now)
             starts = [end + (level - 1) * b for end in ends]
             q, k, v = self._write(x, starts, [end + level - 1 for end in ends])
             own = root + (level - 1) * b + self._count[:b]

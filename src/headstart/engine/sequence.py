@@ -6,7 +6,8 @@ Knows: what was committed, why it ended, and what goes out to the reader. Does n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from ..maths.noise import derive

@@ -104,9 +104,9 @@ class HeadNet(nn.Module):
         parts = features.view(*features.shape[:-1], len(self.config.watch), self.config.target_hidden)
         return self._norm(F.linear(self._norm(parts).flatten(-2), self.fuse))
 
-    def joined(self, g: Tensor, embedded: Tensor) -> Tensor:
-        """g [.., width] and the target's embeddings of the tokens [.., H] -> x [.., width]."""
-        return g + F.linear(self._norm(embedded), self.embed)
+    def word(self, embedded: Tensor) -> Tensor:
+        """The target's embedding of a token [.., H] -> what is added to g [.., width]."""
+        return F.linear(self._norm(embedded), self.embed)
 
     def queries_keys_values(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [R, N, width] -> [R, N, heads or kv_heads, dim] each. ``turn`` [R or 1, N, 1, dim / 2]: of ``rotary``."""

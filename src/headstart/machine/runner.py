@@ -174,14 +174,15 @@ class EagerRunner:
             "past_key_values": self.slab,
             "use_cache": True,
         }
-        if keep == 0:
-            self.model.base_model(**arguments)  # everything but the head
-            self._keep_features()
-            return self._zero.new_empty((count, 0, self.vocab_size))
-        if keep is not None and self._accepts_keep:
+        if keep and self._accepts_keep:
             arguments["logits_to_keep"] = keep
-        logits: Tensor = self.model(**arguments).logits
+        model = self.model if keep != 0 else self.model.base_model  # everything but the head
+        with self._attention():
+            output = model(**arguments)
         self._keep_features()
+        if keep == 0:
+            return self._zero.new_empty((count, 0, self.vocab_size))
+        logits: Tensor = output.logits
         return logits if keep is None else logits[:, -keep:]
 
     # -- hidden states, for drafters that read them

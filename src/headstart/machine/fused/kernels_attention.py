@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernels_blocks import wait
 from .plan import power_of_two
 
 __all__ = ["attend"]
@@ -44,9 +45,7 @@ def _attend_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1) // KV
     kv = tl.program_id(1) % KV
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
     t = tl.program_id(2) * BQ + tl.arange(0, BQ)  # the tile's queries: token t // G, head t % G of the group
     i = t // G
     length, low, high = _reach(lengths, row, width, (tl.program_id(2) * BQ + BQ - 1) // G, window, TREE, WINDOW)
@@ -117,9 +116,7 @@ def _join_kernel(
     """Join the chunks of one token and head. Chunks are taken GROUP by GROUP, so that their number changes no sum."""
     token = tl.program_id(0)
     head = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
     index = token % width
     _, low, high = _reach(lengths, token // width, width, index, window, TREE, WINDOW)
     first = low // CHUNK

@@ -25,148 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernels_blocks import early, inverse_rms, pair, product, square_parts, wait
 from .plan import Tile, power_of_two
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
-
-
-@triton.jit
-def _ask(w, row, K: tl.constexpr, HB: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
-    """Ask the first BYTES of the program's HB weight rows (row [32 * WARPS]: the row of each thread) into L2."""
-    lane = tl.arange(0, 32 * WARPS)
-    size: tl.constexpr = BYTES * HB // (32 * WARPS)  # what one thread asks for
-    start = (w + row.to(tl.int64) * K).to(tl.int64, bitcast=True) + (lane // HB) * size
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [start, tl.full([32 * WARPS], size, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _channels(k, BK: tl.constexpr, KS: tl.constexpr):
-    """Channels k .. k + BK as [KS, BK / KS]: slices of 16 are dealt to the KS warps in turn."""
-    j = tl.arange(0, BK // KS)
-    return k + (j // 16 * (16 * KS) + j % 16)[None, :] + (tl.arange(0, KS) * 16)[:, None]
-
-
-@triton.jit
-def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
-    """W[row, k : k + BK] as [KS, HB, BK / KS], or [HB, BK] if KS is 0."""
-    if KS == 0:
-        at = (k + tl.arange(0, BK))[None, :]
-        pointers = w + row.to(tl.int64)[:, None] * K + at
-    else:
-        at = _channels(k, BK, KS)[:, None, :]
-        pointers = w + row.to(tl.int64)[None, :, None] * K + at
-    if K % BK == 0:
-        tile = tl.load(pointers, eviction_policy="evict_first")
-    else:
-        tile = tl.load(pointers, mask=at < K, other=0.0, eviction_policy="evict_first")
-    return tile
-
-
-@triton.jit
-def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
-    """x[m, k : k + BK] as [KS, BK / KS, BM], or [BM, BK] if KS is 0; rows past M are zero."""
-    if KS == 0:
-        at = (k + tl.arange(0, BK))[None, :]
-        row = m[:, None]
-    else:
-        at = _channels(k, BK, KS)[:, None, :]
-        row = m[None, :, None]
-    mask = row < M
-    if K % BK != 0:
-        mask = mask & (at < K)
-    tile = tl.load(x + row * K + at, mask=mask, other=0.0)
-    if KS > 0:
-        tile = tl.permute(tile, (0, 2, 1))
-    return tile
-
-
-@triton.jit
-def _multiply(weights, inputs, acc, KS: tl.constexpr):
-    """acc + weights x inputs: with KS warps each on its own channels, or (KS 0, one row) without tensor cores."""
-    if KS == 0:
-        acc += tl.sum(weights.to(tl.float32) * inputs.to(tl.float32), axis=1)[:, None]
-    else:
-        acc = tl.dot(weights, inputs, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    """Let the next kernel start, and wait until the one before has written everything."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _early(
-    w, row_a, row_b, ask_a, ask_b, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, KS: tl.constexpr,
-    PAIR: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """What can be done before the wait: short weight rows are loaded whole, of long ones the beginnings asked for."""
-    if BK >= K:
-        wa = _weights(w, row_a, 0, K, BK, KS)
-        if PAIR:
-            wb = _weights(w, row_b, 0, K, BK, KS)
-        else:
-            wb = wa
-    else:
-        if ASK > 0:
-            _ask(w, ask_a, K, HB, ASK, WARPS)
-            if PAIR:
-                _ask(w, ask_b, K, HB, ASK, WARPS)
-        wa = 0
-        wb = 0
-    return wa, wb
-
-
-@triton.jit
-def _product(
-    x, w, wa, wb, row_a, row_b, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr,
-    KS: tl.constexpr, PAIR: tl.constexpr,
-):  # fmt: skip
-    """Sums [HB, BM] of rows row_a and, for pairs, of row_b. wa and wb are what ``_early`` loaded."""
-    if KS == 0:
-        acc_a = tl.zeros([HB, BM], tl.float32)
-    else:
-        acc_a = tl.zeros([KS, HB, BM], tl.float32)
-    acc_b = acc_a
-    if BK >= K:
-        xt = _inputs(x, m, M, 0, K, BK, KS)
-        acc_a = _multiply(wa, xt, acc_a, KS)
-        if PAIR:
-            acc_b = _multiply(wb, xt, acc_b, KS)
-    else:
-        for k in tl.range(0, K, BK):
-            xt = _inputs(x, m, M, k, K, BK, KS)
-            acc_a = _multiply(_weights(w, row_a, k, K, BK, KS), xt, acc_a, KS)
-            if PAIR:
-                acc_b = _multiply(_weights(w, row_b, k, K, BK, KS), xt, acc_b, KS)
-    if KS > 0:
-        acc_a = tl.sum(acc_a, axis=0)
-        if PAIR:
-            acc_b = tl.sum(acc_b, axis=0)
-    return acc_a, acc_b
-
-
-@triton.jit
-def _square_parts(squares, m, M, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
-    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2). Loaded early, added up late."""
-    p = tl.arange(0, PARTS_2)
-    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=(m < M)[:, None] & (p < PARTS)[None, :], other=0.0)
-
-
-@triton.jit
-def _inverse_rms(parts, eps, K: tl.constexpr):
-    """[1, BM] 1 / sqrt(mean(x^2) + eps)."""
-    return tl.rsqrt(tl.sum(parts, axis=1) / K + eps)[None, :]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -180,13 +42,13 @@ def _matmul_kernel(
     row = tl.minimum(n, N - 1)
     ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
     m = tl.arange(0, BM)
-    wa, wb = _early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
-    _wait(PDL)
+    wa, wb = early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
+    wait(PDL)
     if NORM:
-        parts = _square_parts(squares, m, M, PARTS, PARTS_2)
-    acc, _ = _product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+        parts = square_parts(squares, m, M, PARTS, PARTS_2)
+    acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
     if NORM:
-        acc = acc * _inverse_rms(parts, eps, K)
+        acc = acc * inverse_rms(parts, eps, K)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
     mask = (n < N)[:, None] & (m < M)[None, :]
@@ -206,11 +68,11 @@ def _residual_kernel(
     m = tl.arange(0, BM)
     mask = (n < N)[:, None] & (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
-    wa, wb = _early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
+    wa, wb = early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
     g = tl.load(gain + row).to(tl.float32)[:, None]
-    _wait(PDL)
+    wait(PDL)
     old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    acc, _ = _product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
     value = (old + acc).to(residual.dtype.element_ty)
@@ -231,23 +93,15 @@ def _swiglu_kernel(
     row = tl.minimum(n, F - 1)
     ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, F - 1)
     m = tl.arange(0, BM)
-    wa, wb = _early(w, row, row + F, ask, ask + F, K, BK, HB, KS, True, ASK, WARPS)
-    _wait(PDL)
-    parts = _square_parts(squares, m, M, PARTS, PARTS_2)
-    gate, up = _product(x, w, wa, wb, row, row + F, m, M, K, BK, HB, BM, KS, True)
-    scale = _inverse_rms(parts, eps, K)
+    wa, wb = early(w, row, row + F, ask, ask + F, K, BK, HB, KS, True, ASK, WARPS)
+    wait(PDL)
+    parts = square_parts(squares, m, M, PARTS, PARTS_2)
+    gate, up = product(x, w, wa, wb, row, row + F, m, M, K, BK, HB, BM, KS, True)
+    scale = inverse_rms(parts, eps, K)
     gate = gate * scale
     value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
     mask = (n < F)[:, None] & (m < M)[None, :]
     tl.store(out + m[None, :] * F + n[:, None], value.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _pair(i, TURN: tl.constexpr, HALF: tl.constexpr):
-    """The two channels of pair i in a head of 2 * HALF channels whose first 2 * TURN turn."""
-    a = tl.where(i < TURN, i, TURN + i)
-    b = tl.where(i < TURN, TURN + i, HALF + i)
-    return a, b
 
 
 @triton.jit(do_not_specialize=["M", "width", "capacity"])
@@ -261,14 +115,14 @@ def _rotary_kernel(
     head = tl.program_id(0) // (HALF // HB)
     first = (tl.program_id(0) % (HALF // HB)) * HB
     i = first + tl.arange(0, HB)
-    ca, cb = _pair(i, TURN, HALF)
-    ask_a, ask_b = _pair(first + tl.arange(0, 32 * WARPS) % HB, TURN, HALF)
+    ca, cb = pair(i, TURN, HALF)
+    ask_a, ask_b = pair(first + tl.arange(0, 32 * WARPS) % HB, TURN, HALF)
     ra, rb = head * D + ca, head * D + cb
     m = tl.arange(0, BM)
     live = m < M
-    wa, wb = _early(w, ra, rb, head * D + ask_a, head * D + ask_b, K, BK, HB, KS, True, ASK, WARPS)
-    _wait(PDL)
-    parts = _square_parts(squares, m, M, PARTS, PARTS_2)
+    wa, wb = early(w, ra, rb, head * D + ask_a, head * D + ask_b, K, BK, HB, KS, True, ASK, WARPS)
+    wait(PDL)
+    parts = square_parts(squares, m, M, PARTS, PARTS_2)
     length = tl.load(lengths + m // width, mask=live, other=0).to(tl.int64)
     slot = length + m % width
     if TREE:
@@ -279,8 +133,8 @@ def _rotary_kernel(
     turn = position[None, :] * HALF + i[:, None]
     c = tl.load(cos + turn, mask=turns[None, :], other=1.0)
     s = tl.load(sin + turn, mask=turns[None, :], other=0.0)
-    a, b = _product(x, w, wa, wb, ra, rb, m, M, K, BK, HB, BM, KS, True)
-    scale = _inverse_rms(parts, eps, K)
+    a, b = product(x, w, wa, wb, ra, rb, m, M, K, BK, HB, BM, KS, True)
+    scale = inverse_rms(parts, eps, K)
     a, b = a * scale, b * scale
     if BIAS:
         a += tl.load(bias + ra).to(tl.float32)[:, None]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_matmul import _pair
+from .kernels_blocks import pair, wait
 from .plan import power_of_two
 
 __all__ = ["embed", "norm", "rotate", "swiglu"]
@@ -28,9 +28,7 @@ def _embed_kernel(
     m = tl.program_id(0)
     h = tl.arange(0, BH)
     g = tl.load(gain + h, mask=h < H, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
     token = tl.load(tokens + m).to(tl.int64)
     row = tl.load(table + token * H + h, mask=h < H, other=0.0)
     tl.store(x + m * H + h, row, mask=h < H)
@@ -45,9 +43,7 @@ def _norm_kernel(x, add, gain, out, eps, H: tl.constexpr, BH: tl.constexpr, ADD:
     m = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BH)
     g = tl.load(gain + h, mask=h < H, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
     value = tl.load(x + m * H + h, mask=h < H, other=0.0)
     if ADD:
         value = (value.to(tl.float32) + tl.load(add + m * H + h, mask=h < H, other=0.0).to(tl.float32)).to(value.dtype)
@@ -67,11 +63,9 @@ def _rotate_kernel(
     m = tl.program_id(0)
     head = tl.program_id(1)
     i = tl.arange(0, HP)
-    ca, cb = _pair(i, TURN, HALF)
+    ca, cb = pair(i, TURN, HALF)
     real = i < HALF
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
     source = qkv + (m.to(tl.int64) * (HEADS + 2 * KV) + head) * D
     a = tl.load(source + ca, mask=real, other=0.0).to(tl.float32)
     b = tl.load(source + cb, mask=real, other=0.0).to(tl.float32)

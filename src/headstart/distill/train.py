@@ -1,0 +1,271 @@
+"""The training loop: on-policy distillation of a student against the target's full distribution.
+
+Knows: schedules, checkpoints, when to stop. Does not know: what the student is, or how the text came about.
+
+Everything a step does follows from the settings and the step's number: the batch, the learning rate, the order. So a
+run that was killed and goes on from its last checkpoint ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import InvalidParameter
+from ..maths.cost import CostModel
+from .losses import Goal, Loss, acceptance, check_loss, distance, draft_tau
+from .shards import Corpus
+from .students import Reading, Student, Teacher
+
+__all__ = ["Mark", "TrainSettings", "Trainer"]
+
+_COOLEST = 0.5  # greedy text is learned at this temperature: the likeliest tokens count more, and logits still agree
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train."""
+
+    steps: int = 2000
+    rows: int = 16  # sequences a step
+    accumulate: int = 1  # pieces a step's rows are cut into, to save memory
+    learning_rate: float = 1.5e-3
+    warmup: float = 0.03  # share of the steps
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    loss: Loss = "mix"
+    unroll: int = 5  # steps of a draft that are trained
+    fade: float = 0.85  # how much less each further step of a draft counts
+    evaluate_every: int = 100
+    checkpoint_every: int = 200
+    patience: int = 0  # stop after this many measurements without a better predicted speed-up; 0: never
+    max_gamma: int = 8  # for that prediction
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
+        for name in ("steps", "rows", "accumulate", "unroll", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise InvalidParameter(name, f"must be at least 1, not {getattr(self, name)}")
+        if self.rows % self.accumulate:
+            raise InvalidParameter("accumulate", f"must divide the {self.rows} rows of a step")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One measurement on the held-out text."""
+
+    step: int
+    loss: float  # of the training steps since the last mark
+    alpha: tuple[float, ...]  # acceptance at temperature 1 of each step of a draft, given all before it held
+    greedy: tuple[float, ...]  # the same for greedy decoding
+    tau: float  # tokens a round, temperature 1, with a draft of as many tokens as were trained
+    tau_greedy: float
+    speedup: float  # predicted, greedy and sampled in the mean, at the best draft length
+
+
+class Trainer:
+    """Trains one student and keeps its checkpoints in ``folder``."""
+
+    def __init__(
+        self, student: Student, teacher: Teacher, corpus: Corpus, settings: TrainSettings, cost: CostModel, folder: Path
+    ) -> None:
+        self.student, self.teacher, self.corpus, self.settings, self.cost = student, teacher, corpus, settings, cost
+        self.folder = folder
+        self.marks: list[Mark] = []
+        self.step = 0
+        module = student.module
+        self.device = next(module.parameters()).device
+        cuda = self.device.type == "cuda"
+        module.train()
+        self._weights = [p for p in module.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._weights,
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
+            fused=cuda,
+        )
+        self._half: Callable[[], AbstractContextManager[Any]] = (
+            (lambda: torch.autocast("cuda", torch.bfloat16)) if cuda else nullcontext
+        )
+        self._sum = torch.zeros((), device=self.device)
+        self._since = 0
+        if (folder / "checkpoint").is_dir():
+            self._restore(folder / "checkpoint")
+
+    # -- the loop
+
+    def run(self, report: Callable[[Mark | None, int], None] = lambda mark, step: None) -> list[Mark]:
+        """Train to the end, or until it no longer pays. ``report`` is told of each step, and of measurements."""
+        s = self.settings
+        if not self.marks:
+            self._measure(report)
+        while self.step < s.steps and not self.stalled:
+            self._train_step()
+            report(None, self.step)
+            if self.step % s.evaluate_every == 0 or self.step == s.steps:
+                self._measure(report)
+            if self.step % s.checkpoint_every == 0 or self.step == s.steps or self.stalled:
+                self.checkpoint()
+        return self.marks
+
+    @property
+    def stalled(self) -> bool:
+        """The predicted speed-up has not risen for a while."""
+        patience = self.settings.patience
+        if not patience or len(self.marks) <= patience:
+            return False
+        before = max(mark.speedup for mark in self.marks[:-patience])
+        return all(mark.speedup <= before for mark in self.marks[-patience:])
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear up, then half a cosine down to a hundredth."""
+        s = self.settings
+        warm = max(1, round(s.warmup * s.steps))
+        if step < warm:
+            return s.learning_rate * (step + 1) / warm
+        done = (step - warm) / max(1, s.steps - warm)
+        return s.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def _train_step(self) -> None:
+        s = self.settings
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.rate(self.step)
+        rows = s.rows // s.accumulate
+        for part in range(s.accumulate):
+            batch = self.corpus.training_batch(self.step * s.accumulate + part, rows, s.seed, self.device)
+            loss = self.loss(self.teacher.read(batch))
+            (loss / s.accumulate).backward()  # type: ignore[no-untyped-call]
+            self._sum += loss.detach() / s.accumulate
+        torch.nn.utils.clip_grad_norm_(self._weights, s.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._since += 1
+
+    def loss(self, reading: Reading) -> Tensor:
+        """The loss of one batch: all steps of a draft, later ones counting less."""
+        s = self.settings
+        chosen = _guessed(reading, s.unroll).flatten().nonzero().squeeze(1)  # [M]
+        heat = reading.batch.temperature.clamp_min(_COOLEST)[:, None].expand(reading.batch.tokens.shape).flatten()
+        goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat[chosen])
+        total, weights = torch.zeros((), device=self.device), 0.0
+        with self._half():
+            for step, states in enumerate(self.student.rollout(reading, s.unroll)):
+                loss, _ = distance(goal, self.student.logits(states.flatten(0, 1)[chosen]), s.loss)
+                total = total + loss * s.fade**step
+                weights += s.fade**step
+        return total / weights
+
+    # -- measuring
+
+    @torch.no_grad()
+    def _measure(self, report: Callable[[Mark | None, int], None]) -> None:
+        self.student.module.eval()
+        s = self.settings
+        sums = torch.zeros(2, s.unroll + 1, dtype=torch.float64, device=self.device)
+        held = self.corpus.held
+        for at in range(0, len(held), s.rows):
+            reading = self.teacher.read(self.corpus.batch(held[at : at + s.rows], self.device))
+            sums += self._reach(reading)
+        self.student.module.train()
+        reach = (sums[:, :-1] / sums[:, -1:].clamp_min(1)).tolist()  # A_1 .. A_K of both kinds
+        alpha, greedy = (tuple(_conditional(line)) for line in reach)
+        loss = float(self._sum) / max(1, self._since)
+        self._sum.zero_()
+        self._since = 0
+        best = [max(self.cost.speedup(gamma, a) for gamma in range(s.max_gamma + 1)) for a in (alpha, greedy)]
+        mark = Mark(self.step, loss, alpha, greedy, 1 + sum(reach[0]), 1 + sum(reach[1]), sum(best) / 2)
+        self.marks.append(mark)
+        report(mark, self.step)
+
+    def _reach(self, reading: Reading) -> Tensor:
+        """Sums of A_1 .. A_K over all drafts of a batch, and their number: [sampled and greedy, K + 1]."""
+        s, shape = self.settings, reading.batch.tokens.shape
+        guessed = _guessed(reading, 0)
+        chosen = guessed.flatten().nonzero().squeeze(1)
+        heat = torch.ones(len(chosen), device=self.device)
+        goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat)
+        rates = torch.zeros(2, s.unroll, shape.numel(), device=self.device)
+        with self._half():
+            for step, states in enumerate(self.student.rollout(reading, s.unroll)):
+                for kind, found in enumerate(acceptance(goal, self.student.logits(states.flatten(0, 1)[chosen]))):
+                    rates[kind, step, chosen] = found.float()
+        start = guessed.clone()  # a draft counts where the text goes on for as long as the draft
+        for ahead in range(1, s.unroll):
+            start[:, : shape[1] - ahead] &= guessed[:, ahead:]
+            start[:, shape[1] - ahead :] = False
+        return torch.stack([draft_tau(kind.view(s.unroll, *shape), start).double() for kind in rates])
+
+    # -- checkpoints
+
+    def checkpoint(self) -> None:
+        """Write everything needed to go on, in one step."""
+        work = self.folder / f".checkpoint-{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        tensors = {f"weight.{i}": w.detach() for i, w in enumerate(self._weights)}
+        for i, weight in enumerate(self._weights):
+            tensors |= {f"state.{i}.{name}": t for name, t in self._optimizer.state[weight].items()}
+        tensors["sum"] = self._sum
+        save_file({name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}, work / "state.safetensors")
+        state = {
+            "step": self.step,
+            "since": self._since,
+            "settings": asdict(self.settings),
+            "marks": [asdict(mark) for mark in self.marks],
+        }
+        (work / "state.json").write_text(json.dumps(state, indent=1))
+        final, old = self.folder / "checkpoint", self.folder / ".checkpoint-old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        work.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _restore(self, folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        if state["settings"] != json.loads(json.dumps(asdict(self.settings))):
+            changed = sorted(k for k, v in asdict(self.settings).items() if state["settings"].get(k) != v)
+            raise InvalidParameter(
+                "out", f"{self.folder} holds a run with another {', '.join(changed)}; use a new folder"
+            )
+        self.step, self._since = state["step"], state["since"]
+        self.marks = [Mark(**m | {k: tuple(m[k]) for k in ("alpha", "greedy")}) for m in state["marks"]]
+        tensors = load_file(folder / "state.safetensors", device=str(self.device))
+        self._sum = tensors["sum"]
+        with torch.no_grad():
+            for i, weight in enumerate(self._weights):
+                weight.copy_(tensors[f"weight.{i}"])
+                prefix = f"state.{i}."
+                self._optimizer.state[weight] = {
+                    k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)
+                }
+
+
+def _guessed(reading: Reading, least: int) -> Tensor:
+    """[B, T] bool: slots whose next token belongs to an answer, from slot ``least`` on."""
+    answer = reading.batch.answer
+    found = torch.zeros_like(answer)
+    found[:, :-1] = answer[:, 1:]
+    found[:, :least] = False
+    return found
+
+
+def _conditional(reach: list[float]) -> list[float]:
+    """A_1, A_2 .. -> a_1, a_2 .."""
+    return [
+        min(1.0, after / before) if before > 0 else 0.0 for before, after in zip([1.0, *reach], reach, strict=False)
+    ]

@@ -1,0 +1,161 @@
+# mypy: ignore-errors
+# Triton's language only looks like Python; mypy cannot read kernel bodies.
+"""Building blocks of the skinny products: what every kernel of ``kernels_matmul`` does in the same way.
+
+Knows: how a tile of weights is streamed and multiplied, what may be done before the kernel in front has ended, and
+how an RMS norm's scale is put together. Does not know: what is done with the sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["early", "inverse_rms", "pair", "product", "square_parts", "wait"]
+
+
+@triton.jit
+def _ask(w, row, K: tl.constexpr, HB: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
+    """Ask the first BYTES of the program's HB weight rows (row [32 * WARPS]: the row of each thread) into L2."""
+    lane = tl.arange(0, 32 * WARPS)
+    size: tl.constexpr = BYTES * HB // (32 * WARPS)  # what one thread asks for
+    start = (w + row.to(tl.int64) * K).to(tl.int64, bitcast=True) + (lane // HB) * size
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [start, tl.full([32 * WARPS], size, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _channels(k, BK: tl.constexpr, KS: tl.constexpr):
+    """Channels k .. k + BK as [KS, BK / KS]: slices of 16 are dealt to the KS warps in turn."""
+    j = tl.arange(0, BK // KS)
+    return k + (j // 16 * (16 * KS) + j % 16)[None, :] + (tl.arange(0, KS) * 16)[:, None]
+
+
+@triton.jit
+def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+    """W[row, k : k + BK] as [KS, HB, BK / KS], or [HB, BK] if KS is 0."""
+    if KS == 0:
+        at = (k + tl.arange(0, BK))[None, :]
+        pointers = w + row.to(tl.int64)[:, None] * K + at
+    else:
+        at = _channels(k, BK, KS)[:, None, :]
+        pointers = w + row.to(tl.int64)[None, :, None] * K + at
+    if K % BK == 0:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, mask=at < K, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+    """x[m, k : k + BK] as [KS, BK / KS, BM], or [BM, BK] if KS is 0; rows past M are zero."""
+    if KS == 0:
+        at = (k + tl.arange(0, BK))[None, :]
+        row = m[:, None]
+    else:
+        at = _channels(k, BK, KS)[:, None, :]
+        row = m[None, :, None]
+    mask = row < M
+    if K % BK != 0:
+        mask = mask & (at < K)
+    tile = tl.load(x + row * K + at, mask=mask, other=0.0)
+    if KS > 0:
+        tile = tl.permute(tile, (0, 2, 1))
+    return tile
+
+
+@triton.jit
+def _multiply(weights, inputs, acc, KS: tl.constexpr):
+    """acc + weights x inputs: with KS warps each on its own channels, or (KS 0, one row) without tensor cores."""
+    if KS == 0:
+        acc += tl.sum(weights.to(tl.float32) * inputs.to(tl.float32), axis=1)[:, None]
+    else:
+        acc = tl.dot(weights, inputs, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Let the next kernel start, and wait until the one before has written everything."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def early(
+    w, row_a, row_b, ask_a, ask_b, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, KS: tl.constexpr,
+    PAIR: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """What can be done before the wait: short weight rows are loaded whole, of long ones the beginnings asked for."""
+    if BK >= K:
+        wa = _weights(w, row_a, 0, K, BK, KS)
+        if PAIR:
+            wb = _weights(w, row_b, 0, K, BK, KS)
+        else:
+            wb = wa
+    else:
+        if ASK > 0:
+            _ask(w, ask_a, K, HB, ASK, WARPS)
+            if PAIR:
+                _ask(w, ask_b, K, HB, ASK, WARPS)
+        wa = 0
+        wb = 0
+    return wa, wb
+
+
+@triton.jit
+def product(
+    x, w, wa, wb, row_a, row_b, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr,
+    KS: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Sums [HB, BM] of rows row_a and, for pairs, of row_b. wa and wb are what ``early`` loaded."""
+    if KS == 0:
+        acc_a = tl.zeros([HB, BM], tl.float32)
+    else:
+        acc_a = tl.zeros([KS, HB, BM], tl.float32)
+    acc_b = acc_a
+    if BK >= K:
+        xt = _inputs(x, m, M, 0, K, BK, KS)
+        acc_a = _multiply(wa, xt, acc_a, KS)
+        if PAIR:
+            acc_b = _multiply(wb, xt, acc_b, KS)
+    else:
+        for k in tl.range(0, K, BK):
+            xt = _inputs(x, m, M, k, K, BK, KS)
+            acc_a = _multiply(_weights(w, row_a, k, K, BK, KS), xt, acc_a, KS)
+            if PAIR:
+                acc_b = _multiply(_weights(w, row_b, k, K, BK, KS), xt, acc_b, KS)
+    if KS > 0:
+        acc_a = tl.sum(acc_a, axis=0)
+        if PAIR:
+            acc_b = tl.sum(acc_b, axis=0)
+    return acc_a, acc_b
+
+
+@triton.jit
+def square_parts(squares, m, M, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
+    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2). Loaded early, added up late."""
+    p = tl.arange(0, PARTS_2)
+    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=(m < M)[:, None] & (p < PARTS)[None, :], other=0.0)
+
+
+@triton.jit
+def inverse_rms(parts, eps, K: tl.constexpr):
+    """[1, BM] 1 / sqrt(mean(x^2) + eps)."""
+    return tl.rsqrt(tl.sum(parts, axis=1) / K + eps)[None, :]
+
+
+@triton.jit
+def pair(i, TURN: tl.constexpr, HALF: tl.constexpr):
+    """The two channels of pair i in a head of 2 * HALF channels whose first 2 * TURN turn."""
+    a = tl.where(i < TURN, i, TURN + i)
+    b = tl.where(i < TURN, TURN + i, HALF + i)
+    return a, b

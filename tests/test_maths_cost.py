@@ -1,0 +1,88 @@
+"""The cost model against its formulas, and against what the rules really accept."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from enumerate_rules import SHAPES, all_drafts, round_law
+
+from headstart.maths.cost import CostModel, reach, tau
+from headstart.maths.verify import token_rule
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999, 1.0])
+@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
+def test_tau_of_one_alpha_is_the_geometric_sum(alpha: float, gamma: int) -> None:
+    expected = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert tau(alpha, gamma) == pytest.approx(expected, rel=1e-12)
+
+
+def test_tau_of_conditional_acceptances() -> None:
+    assert tau([0.9, 0.5, 0.2], 3) == pytest.approx(1 + 0.9 + 0.45 + 0.09)
+    assert tau([0.9, 0.5, 0.2], 1) == pytest.approx(1.9)
+    assert tau([0.9, 0.5], 3) == pytest.approx(1 + 0.9 + 0.45 + 0.225)  # the last one goes on
+    assert reach([], 2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, [0.5, 2.0], float("nan")])
+def test_acceptance_outside_the_unit_interval_is_refused(bad: float | list[float]) -> None:
+    with pytest.raises(ValueError, match="acceptance rates"):
+        tau(bad, 2)
+
+
+def test_a_negative_draft_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="not negative"):
+        tau(0.5, -1)
+
+
+def test_tau_is_what_the_token_rule_emits() -> None:
+    """alpha = 1 - TV(p, q); the rule and the formula know nothing of each other."""
+    p = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    alpha = float(torch.minimum(p, q).sum())
+    for gamma in (1, 2, 3):
+        shape = SHAPES[f"chain-{gamma}"]
+        target, draft = ([law.repeat(3**d, 1) for d in range(gamma + 1)] for law in (p, q))
+        accepted = round_law(token_rule, shape, all_drafts(shape, draft, "iid"), target)[1]
+        assert 1 + accepted == pytest.approx(tau(alpha, gamma), abs=1e-12)
+
+
+def test_verify_interpolates_between_measured_widths() -> None:
+    model = CostModel(0.1, {8: 2.4, 4: 1.6})
+    assert model.verify(1) == 1.0
+    assert model.verify(4) == 1.6
+    assert model.verify(2) == pytest.approx(1.2)
+    assert model.verify(6) == pytest.approx(2.0)
+    assert model.verify(10) == pytest.approx(2.8)  # the last slope goes on
+    assert CostModel(0.1).verify(7) == 1.0
+    assert CostModel(0.1, {1: 1.1, 3: 1.5}).verify(2) == pytest.approx(1.3)
+    with pytest.raises(ValueError, match="at least one token"):
+        CostModel(0.1, {0: 1.0})
+
+
+def test_speedup_is_its_formula() -> None:
+    model = CostModel(c=0.2, v={5: 1.4}, overhead=0.05)
+    assert model.speedup(4, 0.7) == pytest.approx(tau(0.7, 4) / (4 * 0.2 + 1.4 + 0.05))
+    assert model.speedup(0, 0.7) == pytest.approx(1 / 1.05)
+
+
+def test_best_gamma() -> None:
+    assert CostModel(c=0.05, v={9: 1.1}).best_gamma(8, 1.0) == 8
+    assert CostModel(c=0.05, v={9: 1.1}).best_gamma(8, 0.0) == 0
+    assert CostModel(c=1.2, v={9: 1.1}).best_gamma(8, 0.9) == 0  # a draft slower than the target
+    steps = CostModel(c=0.0, v={1: 1.0, 2: 1.5, 3: 1.5, 4: 1.5, 5: 1.5})
+    assert steps.best_gamma(4, 0.6) == 4  # past a step that one token alone would not pay for
+    assert not steps.worth_one_more(0, 0.45)
+    assert steps.best_gamma(4, 0.45) == 4
+
+
+def test_one_more_token_is_drafted_while_it_pays() -> None:
+    """Where v is convex, going on while it pays ends at the best length."""
+    for c, slope, alpha in itertools.product((0.02, 0.2), (0.01, 0.1), (0.2, 0.6, 0.9)):
+        model = CostModel(c, {1: 1.0, 16: 1.0 + 15 * slope}, overhead=0.03)
+        gamma = 0
+        while gamma < 12 and model.worth_one_more(gamma, alpha):
+            gamma += 1
+        assert gamma == model.best_gamma(12, alpha)
