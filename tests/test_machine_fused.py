@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 is set (slow); else they are skipped, and only the lowering i
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from typing import Any
 
@@ -111,6 +112,10 @@ class Rig:
         wide = copy.deepcopy(self.model).float()
         self.want = [truth(wide, text) for text in self.texts]
 
+    def small_chunks(self) -> None:
+        """Chunks of 64 keys, so that short rows are split and joined as long ones are."""
+        self.fused.attention = dataclasses.replace(self.fused.attention, chunk=64)
+
     def feed(self, starts: list[int], width: int, **options: Any) -> torch.Tensor:
         tokens = torch.tensor([t[s : s + width] for t, s in zip(self.texts, starts, strict=False)], device=DEVICE)
         lengths = torch.tensor(starts, device=DEVICE, dtype=torch.int32)
@@ -145,7 +150,7 @@ def test_every_architecture(name: str, dtype: torch.dtype) -> None:
 @kernels
 def test_long_rows_are_split_and_joined() -> None:
     rig = Rig("llama", torch.float32, rows=2, capacity=300)
-    rig.fused.chunk = 64
+    rig.small_chunks()
     rig.check_rows([0, 0], 100, keep=1)
     rig.check_rows([100, 100], 70, keep=2)
     rig.check_rows([170, 90], 3)
@@ -156,7 +161,7 @@ def test_long_rows_are_split_and_joined() -> None:
 @kernels
 def test_split_windows() -> None:
     rig = Rig("mistral", torch.float32, rows=2, capacity=220)
-    rig.fused.chunk = 64
+    rig.small_chunks()
     rig.check_rows([0, 0], 80, keep=1)
     rig.check_rows([80, 60], 80, keep=2)
     rig.check_rows([133, 64], 4)
@@ -215,7 +220,7 @@ def test_first_row_leaves_other_rows_alone() -> None:
 def test_a_token_alone_and_among_others_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
     """Verifying nine tokens gives the very logits that decoding one by one gives: speculation changes no bit."""
     rig = Rig("smollm", dtype, rows=2)
-    rig.fused.chunk = 64
+    rig.small_chunks()
     rig.feed([0, 0], 60, keep=0)
     together = rig.feed([60, 50], 9)
     for i in range(9):

@@ -46,6 +46,13 @@ def law_off(rule: Callable[..., Verdicts], shape: str, kind: str, told: str | No
     check_law(law, target)
 
 
+def test_the_check_itself_sees_a_wrong_law() -> None:
+    target = random_table(2, 4, 0)
+    check_law(own_law(target), target)
+    with pytest.raises(NotLossless, match="off by"):
+        check_law(own_law(target) + torch.linspace(-1e-11, 1e-11, 16, dtype=torch.float64), target)
+
+
 def test_the_right_rules_pass_the_same_check() -> None:
     for rule in RULES.values():
         law_off(rule, "chain-2", "iid")

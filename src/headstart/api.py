@@ -20,10 +20,12 @@ from .controller import controller_for
 from .drafters.base import Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
+from .engine.captured import CapturedRounds, DeviceRunner
 from .engine.engine import Engine, Handle
 from .engine.stats import EngineStats
 from .errors import GenerationFailed, InvalidParameter, ModelRefused
 from .machine.embedded import embedded_folder
+from .machine.fused import open_runner
 from .machine.head import head_folder
 from .machine.loading import Capability, Loaded, eos_ids, load, same_tokenizer
 from .machine.runner import EagerRunner
@@ -86,6 +88,7 @@ class LLM:
         self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
         self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
         drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
+        captured = _captured(runner, drafter, self._vocab_size)
         self.engine = Engine(
             runner,
             drafter,
@@ -94,6 +97,8 @@ class LLM:
             vocab_size=self._vocab_size,
             eos=eos_ids(self._target),
             text=self._text_stream if self._codec is not None else None,
+            captured=captured,
+            max_gamma=self.config.draft.most,
         )
         self._ids = count()
 
@@ -230,13 +235,16 @@ class LLM:
         return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
 
     def _runner(self, loaded: Loaded) -> EagerRunner:
-        return EagerRunner(
+        runner, reason = open_runner(
             loaded.model,
             rows=self.config.engine.max_rows,
             max_len=self._longest,
-            margin=self.config.draft.most + 1,
+            margin=2 * (self.config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
             probe=self._check,
         )
+        if reason is not None:
+            log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
+        return runner
 
     def _drafter(self, draft: Model | Drafter | None, target: EagerRunner, dtype: str | torch.dtype) -> Drafter | None:
         if draft is None or isinstance(draft, Drafter):
@@ -264,6 +272,15 @@ class LLM:
             width=target.vocab_size,
             prefill_chunk=self.config.engine.prefill_chunk,
         )
+
+
+def _captured(runner: EagerRunner, drafter: Drafter | None, vocab_size: int) -> CapturedRounds | None:
+    """Rounds on the device, if target and draft run on fused kernels there."""
+    if not isinstance(runner, DeviceRunner):
+        return None
+    if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner, DeviceRunner):
+        return CapturedRounds(runner, drafter, vocab_size=vocab_size)
+    return CapturedRounds(runner, None, vocab_size=vocab_size) if drafter is None else None
 
 
 class Stream:

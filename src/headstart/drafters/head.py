@@ -73,6 +73,7 @@ class HeadDrafter(Drafter):
         self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
         self._dtype = net.fuse.dtype
         self._embedding: Tensor = target.model.get_input_embeddings().weight
+        self._no_features = net.fuse.new_zeros(1, net.config.features)
         self._turn = net.rotary(self.slab.capacity)  # [capacity, 1, dim / 2]
         self._count = torch.arange(self.slab.capacity, device=target.device)
         target.watch(net.config.watch)
@@ -128,12 +129,12 @@ class HeadDrafter(Drafter):
         """x of (sequence, first slot, tokens of its slots), one part behind the other [n, width], by true features."""
         found = []
         for key, start, tokens in parts:
-            row = self.target.slab.row(key)
-            features = self.target.features(row, max(start - 1, 0), start + len(tokens) - 1)
             if start == 0:  # nothing stands before a text's first token
-                features = torch.cat([features.new_zeros(1, features.shape[1]), features])
-            found.append(features)
-        g = self.net.fused((torch.cat(found) if len(found) > 1 else found[0]).to(self._dtype))
+                found.append(self._no_features)
+            last = start + len(tokens) - 1
+            if last > 0:
+                found.append(self.target.features(self.target.slab.row(key), max(start - 1, 0), last).to(self._dtype))
+        g = self.net.fused(torch.cat(found) if len(found) > 1 else found[0])
         ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=g.device)
         return g + self._words(ids)
 

@@ -18,7 +18,7 @@ import torch
 from ..machine.runner import ModelRunner
 from ..types import DraftView, Proposal
 from .base import Drafter
-from .pen import Pen
+from .pen import Pen, fit
 
 __all__ = ["ModelDrafter"]
 
@@ -52,8 +52,29 @@ class ModelDrafter(Drafter):
         if self._level.pop(sequence_id, None) is not None:
             self.runner.slab.release(sequence_id)
 
-    def _bring_level(self, view: DraftView) -> None:
-        """Make the row hold a prefix of the committed tokens that lacks only the last few."""
+    # -- for rounds that run on the device (engine.captured)
+
+    def align(self, views: Sequence[DraftView]) -> None:
+        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last."""
+        slab = self.runner.slab
+        for row, view in enumerate(views):
+            self._bring_level(view, catch_up=1)
+            slab.swap_ready(slab.row(view.id), row)
+
+    def adopt(self, view: DraftView, level: int) -> None:
+        """The device drafted on its own, and the row now holds the first ``level`` committed tokens."""
+        row = self.runner.slab.row(view.id)
+        known = min(level, self.runner.slab.lengths[row], self._level[view.id])
+        self.runner.slab.truncate(row, known)
+        self.runner.slab.extend(row, view.tokens[known:level])
+        self._level[view.id] = level
+
+    def fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits in the target's width."""
+        return fit(logits, self.width)
+
+    def _bring_level(self, view: DraftView, catch_up: int = CATCH_UP) -> None:
+        """Make the row hold a prefix of the committed tokens that lacks at most ``catch_up`` of them."""
         slab, tokens = self.runner.slab, view.tokens
         if view.id not in self._level:
             self._level[view.id] = slab.acquire(view.id, tokens)
@@ -64,7 +85,7 @@ class ModelDrafter(Drafter):
         while level < most and held[level] == tokens[level]:
             level += 1
         slab.truncate(row, level)
-        if len(tokens) - level > CATCH_UP:
+        if len(tokens) - level > catch_up:
             self.runner.prefill(row, tokens[level:-1], chunk=self.prefill_chunk)
             level = len(tokens) - 1
         self._level[view.id] = level

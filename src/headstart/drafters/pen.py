@@ -19,7 +19,7 @@ from ..maths.argmax import argmax
 from ..maths.distribution import History, Warp, argmaxes, probabilities
 from ..types import DraftView
 
-__all__ = ["Pen"]
+__all__ = ["Pen", "draw_tokens", "fit"]
 
 
 class Pen:
@@ -42,12 +42,13 @@ class Pen:
         self.width = width
         self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
         self.point = [p.greedy or p.verification == "coupled" for p in params]
-        self._greedy = self.warp.all_greedy
         self._ids = ids
         self._last: torch.Tensor | None = None
         self._q: list[torch.Tensor] = []
         # With nothing to process, the argmax of the few logits is the argmax of all: the wide row is never made.
-        self._direct = ids is not None and self._greedy and self.warp.bias is None and not self.warp.needs_history
+        self._direct = (
+            ids is not None and self.warp.all_greedy and self.warp.bias is None and not self.warp.needs_history
+        )
         if self._direct:
             return
         self._history = None
@@ -66,17 +67,18 @@ class Pen:
         if self._direct:
             assert self._ids is not None
             return self._ids[argmax(logits)]
-        logits = _fit(logits, self.width, self._ids)[:, None]
-        if self._greedy:
-            tokens = argmaxes(logits, self.warp, outputs=self._outputs + offset, history=self._history)[:, 0]
-        else:
-            q = probabilities(logits, self.warp, outputs=self._outputs + offset, history=self._history)[:, 0]
-            drafted = noise.keys(self._seeds, self._base, offset + 1, noise.DRAFT)
-            coupled = noise.keys(self._seeds, self._base + offset, 0, noise.COUPLED)
-            low, high = (torch.where(self._coupled, c, d) for c, d in zip(coupled, drafted, strict=True))
-            tokens = noise.draw(q, noise.exponential((low, high), self.width))
-            if not all(self.point):
-                self._q.append(q)
+        tokens, q = draw_tokens(
+            fit(logits, self.width, self._ids),
+            self.warp,
+            offset,
+            seeds=self._seeds,
+            base=self._base,
+            coupled=self._coupled,
+            outputs=self._outputs,
+            history=self._history,
+        )
+        if q is not None and not all(self.point):
+            self._q.append(q)
         if self._history is not None:
             self._history.add(tokens)
         return tokens
@@ -94,7 +96,32 @@ class Pen:
         return torch.stack(self._q, dim=1) if self._q else None
 
 
-def _fit(logits: torch.Tensor, width: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+def draw_tokens(
+    logits: torch.Tensor,
+    warp: Warp,
+    offset: int,
+    *,
+    seeds: torch.Tensor,
+    base: torch.Tensor,
+    coupled: torch.Tensor,
+    outputs: torch.Tensor,
+    history: History | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """logits [R, V] -> tokens [R], and the distributions they were drawn from [R, V] (None if all rows are greedy).
+
+    ``offset``: tokens drawn before in this round. seeds, base (committed tokens), coupled, outputs: [R]. Nothing here
+    waits for the device.
+    """
+    if warp.all_greedy:
+        return argmaxes(logits[:, None], warp, outputs=outputs + offset, history=history)[:, 0], None
+    q = probabilities(logits[:, None], warp, outputs=outputs + offset, history=history)[:, 0]
+    drafted = noise.keys(seeds, base, offset + 1, noise.DRAFT)
+    shared = noise.keys(seeds, base + offset, 0, noise.COUPLED)
+    low, high = (torch.where(coupled, s, d) for s, d in zip(shared, drafted, strict=True))
+    return noise.draw(q, noise.exponential((low, high), logits.shape[-1])), q
+
+
+def fit(logits: torch.Tensor, width: int, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Give the draft's logits the target's width: padded vocabularies differ, the tokenizer does not."""
     if ids is not None:
         wide = logits.new_full((logits.shape[0], width), float("-inf"))

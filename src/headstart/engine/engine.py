@@ -18,6 +18,7 @@ from ..drafters.base import Drafter
 from ..errors import GenerationFailed, InvalidParameter, PromptTooLong
 from ..machine.runner import ModelRunner
 from ..types import Completion, Piece, Request, Round
+from .captured import CapturedRounds
 from .round import Parts, play
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
@@ -69,12 +70,19 @@ class Engine:
         vocab_size: int,
         eos: Seq[int] = (),
         text: Callable[[Request], TextSink] | None = None,
+        captured: CapturedRounds | None = None,
+        max_gamma: int = 64,
     ) -> None:
-        """``vocab_size``: the tokenizer's; ``text`` makes the detokeniser of a request, None for ids only."""
+        """``vocab_size``: the tokenizer's; ``text`` makes the detokeniser of a request, None for ids only.
+
+        ``captured``: rounds on the device, for what fits there; ``max_gamma``: the most a round may draft.
+        """
         self.config = config
         self.max_len = runner.max_len
         self.stats = EngineStats()
-        self.parts = Parts(runner, drafter, controller, min(vocab_size, runner.vocab_size), self.max_len)
+        self.parts = Parts(
+            runner, drafter, controller, min(vocab_size, runner.vocab_size), self.max_len, max_gamma, captured
+        )
         self._slab = runner.slab
         self._scheduler = Scheduler(self._slab, config.max_waiting)
         self._eos = tuple(eos)
@@ -108,6 +116,7 @@ class Engine:
         handle = self._handles.get(request_id)
         if handle is None:
             return
+        self._settle()
         for sequence in handle.sequences:
             if not sequence.finished:
                 sequence.end("abort")
@@ -134,10 +143,17 @@ class Engine:
 
     def step(self) -> None:
         """Read in some prompt, then give every running sequence a round."""
-        self._fill()
+        if self._scheduler.arriving:
+            self._settle()  # rows are about to change
+            self._fill()
         ready = self._scheduler.ready()
         if ready:
-            self._guarded(ready, first_row=0)
+            self._guarded(ready, first_row=0, ahead=not self._scheduler.arriving)
+
+    def _settle(self) -> None:
+        """Take in the round that was launched ahead, if there is one: rows must not move while it is under way."""
+        if self.parts.captured is not None and self.parts.captured.in_flight:
+            self._guarded(self._scheduler.ready(), first_row=0)
 
     def _fill(self) -> None:
         """Read prompts in, up to a chunk's worth of tokens, so that running sequences do not wait long."""
@@ -162,20 +178,27 @@ class Engine:
         self.stats.prefill_tokens += len(tokens)
         self.stats.prefill_seconds += perf_counter() - started
 
-    def _guarded(self, sequences: list[Sequence], first_row: int) -> bool:
+    def _guarded(self, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> bool:
         """Play a round; if it blows up, these sequences fail and the engine lives on. True if it went well."""
         try:
-            rounds = play(self.parts, sequences, first_row)
+            self._tell(play(self.parts, sequences, first_row, ahead=ahead))
+            captured = self.parts.captured
+            while captured is not None and captured.in_flight and any(s.finished for s in sequences):
+                self._tell(play(self.parts, sequences, first_row))  # launched before the end was noticed
         except Exception as error:
+            if self.parts.captured is not None:
+                self.parts.captured.forget()
             self._fail(sequences, error)
             return False
-        for listener in self._listeners:
-            listener(rounds)
         for sequence in sequences:
             if sequence.finished:
                 self.stats.failed += sequence.finish_reason == "error"
                 self._retire(sequence)
         return True
+
+    def _tell(self, rounds: list[Round]) -> None:
+        for listener in self._listeners:
+            listener(rounds)
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         log.error("a forward failed; %d sequences end with an error", len(sequences), exc_info=error)

@@ -23,7 +23,7 @@ from ..maths.verify import CounterChance, Verdicts, block_rule, coupled_rule, to
 from ..types import Draw, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
-__all__ = ["Batch", "judge", "logprobs_along"]
+__all__ = ["Batch", "Group", "decide", "group_of", "judge", "logprobs_along"]
 
 Group = Literal["greedy", "coupled", "token", "block"]
 
@@ -57,7 +57,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict |
     """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass)."""
     groups: dict[Group, list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
-        groups.setdefault(_group(sequence, proposal), []).append(row)
+        groups.setdefault(group_of(sequence, drafted=proposal is not None), []).append(row)
     verdicts: list[Verdict | None] = [None] * len(batch.sequences)
     for group, rows in groups.items():
         part, part_logits = batch, logits
@@ -69,10 +69,11 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict |
     return verdicts
 
 
-def _group(sequence: Sequence, proposal: Proposal | None) -> Group:
+def group_of(sequence: Sequence, *, drafted: bool) -> Group:
+    """By which rule the sequence's next round is judged."""
     if sequence.params.greedy:
         return "greedy"
-    if proposal is None:
+    if not drafted:
         return "coupled"
     return sequence.params.verification
 
@@ -87,23 +88,49 @@ def _judge_group(group: Group, logits: torch.Tensor, batch: Batch, vocab_size: i
         prompts = [s.tokens[: s.prompt_length] for s in sequences]
         outputs = [s.tokens[s.prompt_length :] for s in sequences]
         history = History.of(prompts, outputs, logits.shape[-1], device)
-    counts = torch.tensor([s.output_length for s in sequences], device=device)
-
-    if group == "greedy":
-        targets = argmaxes(logits, warp, outputs=counts, tokens=batch.tokens, topology=batch.topology, history=history)
-        return _to_host(coupled_rule(targets, batch.tokens, batch.topology), batch)
-
-    p = probabilities(logits, warp, outputs=counts, tokens=batch.tokens, topology=batch.topology, history=history)
-    seeds = noise.seeds([s.seed for s in sequences], device)
-    base = torch.tensor([len(s.tokens) for s in sequences], device=device)
-    chance = CounterChance(seeds, base, batch.width)
-    if group == "coupled":
-        targets = chance.targets(p, batch.topology.depth)
-        return _to_host(coupled_rule(targets, batch.tokens, batch.topology), batch)
-    rule = token_rule if group == "token" else block_rule
-    kinds: list[Draw] = [proposal.draw if proposal is not None else "point" for proposal in batch.proposals]
-    verdicts = rule(p, _stack_q(batch, p.shape[-1]), batch.tokens, batch.topology, kinds, chance)
+    verdicts = decide(
+        group,
+        logits,
+        warp,
+        tokens=batch.tokens,
+        topology=batch.topology,
+        outputs=torch.tensor([s.output_length for s in sequences], device=device),
+        history=history,
+        seeds=noise.seeds([s.seed for s in sequences], device),
+        base=torch.tensor([len(s.tokens) for s in sequences], device=device),
+        q=None if group in ("greedy", "coupled") else _stack_q(batch, logits.shape[-1]),
+        kinds=[proposal.draw if proposal is not None else "point" for proposal in batch.proposals],
+    )
     return _to_host(verdicts, batch)
+
+
+def decide(
+    group: Group,
+    logits: torch.Tensor,
+    warp: Warp,
+    *,
+    tokens: torch.Tensor,
+    topology: Topology,
+    outputs: torch.Tensor,
+    history: History | None,
+    seeds: torch.Tensor,
+    base: torch.Tensor,
+    q: torch.Tensor | None,
+    kinds: Seq[Draw],
+) -> Verdicts:
+    """The target's word on every row of one group: logits [R, N+1, V], tokens [R, N+1], q [R, N, V] or None.
+
+    outputs, seeds, base: [R], tokens written so far, seeds, committed tokens. Nothing here waits for the device.
+    """
+    if group == "greedy":
+        targets = argmaxes(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history)
+        return coupled_rule(targets, tokens, topology)
+    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history)
+    chance = CounterChance(seeds, base, topology.width)
+    if group == "coupled":
+        return coupled_rule(chance.targets(p, topology.depth), tokens, topology)
+    rule = token_rule if group == "token" else block_rule
+    return rule(p, q, tokens, topology, kinds, chance)
 
 
 def _stack_q(batch: Batch, width: int) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from ..controller import Controller
 from ..drafters.base import Drafter
 from ..machine.runner import ModelRunner
 from ..types import Proposal, Round, Verdict
+from .captured import CapturedRounds, Outcome
 from .judge import Batch, judge, logprobs_along
 from .sequence import Emission, Sequence
 
@@ -37,42 +38,66 @@ class Parts:
     controller: Controller
     vocab_size: int  # ids at and past this are never emitted
     max_len: int
+    max_gamma: int = 64
+    captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
     inactive: str | None = None  # why there is no speculation, for people
 
 
-def play(parts: Parts, sequences: list[Sequence], first_row: int) -> list[Round]:
-    """Play one round for ``sequences``, which sit in consecutive rows of the slab from ``first_row`` on."""
+def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> list[Round]:
+    """Play one round for ``sequences``, which sit in consecutive rows of the slab from ``first_row`` on.
+
+    ``ahead``: nothing is about to change, so a captured round may launch its successor before it returns.
+    """
     slab, started = parts.runner.slab, perf_counter()
-    rows = slice(first_row, first_row + len(sequences))
-    lengths = slab.lengths[rows]
+    lengths = slab.lengths[first_row : first_row + len(sequences)]
     # The cache always lacks the last committed token; in a sequence's first round it also lacks the prompt's end.
     behind = [len(s.tokens) - 1 - length for s, length in zip(sequences, lengths, strict=True)]
 
-    # Draft.
-    proposals = _draft(parts, sequences)
-    drafted_at = perf_counter()
-
-    # Verify.
-    batch = Batch.of(sequences, proposals, parts.runner.device)
-    logits = _forward(parts, batch, rows, lengths, behind)
-    verified_at = perf_counter()
-    verdicts = judge(logits, batch, parts.vocab_size)
+    # Draft and verify: on the device where the round fits there, step by step from here where it does not.
+    outcome, logits = _captured(parts, sequences, first_row, behind, ahead), None
+    if outcome is None:
+        proposals = _draft(parts, sequences)
+        drafted_at = perf_counter()
+        batch = Batch.of(sequences, proposals, parts.runner.device)
+        logits = _forward(parts, batch, first_row, lengths, behind)
+        verified_at = perf_counter()
+        verdicts = judge(logits, batch, parts.vocab_size)
+        outcome = Outcome(proposals, verdicts, drafted_at - started, verified_at - drafted_at)
 
     # Commit.
     kept = [0] * len(sequences)
-    for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
+    for i, (sequence, verdict) in enumerate(zip(sequences, outcome.verdicts, strict=True)):
         row = first_row + i
+        if sequence.finished:  # it ended in the round before, which this one was launched ahead of
+            continue
         if verdict is None:
             sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
             continue
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
-        kept[i] = sequence.commit(_emissions(sequence, proposals[i], verdict, logits[i], parts.vocab_size))
+        row_logits = logits[i] if logits is not None else None
+        kept[i] = sequence.commit(_emissions(sequence, outcome.proposals[i], verdict, row_logits, parts.vocab_size))
         slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
+    if parts.captured is not None and logits is None:
+        parts.captured.committed(sequences, outcome)
     if parts.drafter is not None:
-        parts.drafter.commit(sequences, verdicts)
+        parts.drafter.commit(sequences, outcome.verdicts)
+    return _records(parts, sequences, outcome, kept, behind, perf_counter() - started)
 
-    times = (drafted_at - started, verified_at - drafted_at, perf_counter() - started)
-    return _records(parts, batch, verdicts, kept, behind, times)
+
+def _captured(
+    parts: Parts, sequences: list[Sequence], first_row: int, behind: list[int], ahead: bool
+) -> Outcome | None:
+    """The round as a recording on the device, or None where it does not fit there."""
+    rounds = parts.captured
+    if rounds is None or first_row or any(behind):
+        return None
+    gamma = 0
+    if parts.drafter is not None and all(s.params.speculate for s in sequences):
+        room = [parts.max_gamma] * len(sequences)
+        gamma = max(parts.controller.budgets(sequences, room))
+    if not rounds.in_flight and not rounds.fits(sequences, gamma):
+        return None
+    return rounds.play(sequences, gamma, ahead=ahead)
 
 
 def _draft(parts: Parts, sequences: list[Sequence]) -> list[Proposal | None]:
@@ -103,8 +128,9 @@ def _limit(parts: Parts, sequence: Sequence) -> int:
     return max(0, min(sequence.remaining, parts.max_len - len(sequence.tokens)) - 1)
 
 
-def _forward(parts: Parts, batch: Batch, rows: slice, lengths: list[int], behind: list[int]) -> torch.Tensor:
+def _forward(parts: Parts, batch: Batch, first_row: int, lengths: list[int], behind: list[int]) -> torch.Tensor:
     """Logits [R, N+1, V] of each row's last committed token and its drafted ones."""
+    rows = slice(first_row, first_row + len(lengths))
     feed, topology = batch.tokens, None if batch.topology.is_chain else batch.topology
     if any(behind):  # a first round, of one sequence: the rest of its prompt comes along in the same forward
         (sequence,), (length,) = batch.sequences, lengths
@@ -121,14 +147,14 @@ def _forward(parts: Parts, batch: Batch, rows: slice, lengths: list[int], behind
 
 
 def _emissions(
-    sequence: Sequence, proposal: Proposal | None, verdict: Verdict, logits: torch.Tensor, vocab_size: int
+    sequence: Sequence, proposal: Proposal | None, verdict: Verdict, logits: torch.Tensor | None, vocab_size: int
 ) -> list[Emission]:
     """The accepted tokens and the target's own, in order, with log-probabilities where they were asked for."""
     drafted = proposal.tokens if proposal is not None else ()
     tokens = [*(drafted[node] for node in verdict.path), verdict.token]
     emissions = [Emission(token, "accepted") for token in tokens]
     emissions[-1].origin = verdict.origin
-    if sequence.params.logprobs is not None:
+    if sequence.params.logprobs is not None and logits is not None:
         nodes = [0, *(node + 1 for node in verdict.path)]
         found = logprobs_along(logits, tokens, nodes, sequence.params.logprobs, vocab_size)
         for emission, logprob in zip(emissions, found, strict=True):
@@ -137,16 +163,13 @@ def _emissions(
 
 
 def _records(
-    parts: Parts,
-    batch: Batch,
-    verdicts: Seq[Verdict | None],
-    kept: Seq[int],
-    behind: Seq[int],
-    times: tuple[float, float, float],
+    parts: Parts, sequences: list[Sequence], outcome: Outcome, kept: Seq[int], behind: Seq[int], seconds: float
 ) -> list[Round]:
     """The telemetry of the round, a record for each sequence."""
     rounds = []
-    for i, (sequence, proposal, verdict) in enumerate(zip(batch.sequences, batch.proposals, verdicts, strict=True)):
+    widest = max(len(p) if p is not None else 0 for p in outcome.proposals)
+    for i, (sequence, proposal) in enumerate(zip(sequences, outcome.proposals, strict=True)):
+        verdict = outcome.verdicts[i]
         path = verdict.path if verdict is not None else ()
         drafted = len(proposal) if proposal is not None else 0
         chain = proposal is not None and proposal.is_chain and verdict is not None
@@ -155,16 +178,17 @@ def _records(
             drafted=drafted,
             accepted=min(len(path), kept[i]),
             emitted=kept[i],
-            rows=len(batch.sequences),
-            width=batch.width,
+            rows=len(sequences),
+            width=widest + 1,
             prefill=behind[i],
-            draft_seconds=times[0],
-            verify_seconds=times[1],
-            round_seconds=times[2],
+            draft_seconds=outcome.draft_seconds,
+            verify_seconds=outcome.verify_seconds,
+            round_seconds=seconds,
             outcomes=(True,) * len(path) + (False,) * (len(path) < drafted) if chain else (),
             strength=proposal.strength if proposal is not None else 0,
             drafter=parts.drafter.name if parts.drafter is not None else "",
         )
-        sequence.record(record)
-        rounds.append(record)
+        if kept[i]:
+            sequence.record(record)
+            rounds.append(record)
     return rounds

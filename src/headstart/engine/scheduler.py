@@ -37,6 +37,11 @@ class Scheduler:
         return not (self._waiting or self._filling or self._running)
 
     @property
+    def arriving(self) -> bool:
+        """Is a prompt being read in, or waiting for a row that is free?"""
+        return self._filling is not None or bool(self._waiting and self._slab.free_rows)
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 

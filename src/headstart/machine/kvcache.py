@@ -267,6 +267,12 @@ class Slab(Cache):  # type: ignore[misc]
         self._filling += 1
         return warm
 
+    def swap_ready(self, a: int, b: int) -> None:
+        """Exchange two rows of the ready zone, where any order will do."""
+        if not (a < self._ready and b < self._ready):
+            raise ValueError(f"rows {a} and {b} are not both ready (there are {self._ready})")
+        self.swap(a, b)
+
     def promote(self, key: str) -> None:
         """From filling to ready."""
         row = self._row_of[key]

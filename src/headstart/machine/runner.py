@@ -24,6 +24,7 @@ from ..errors import HeadstartError, ModelRefused
 from ..maths.tree import Topology
 from .attention import lend, wants_grouped
 from .kvcache import MARGIN, Slab
+from .packing import lend_packed, pack
 from .watch import Watch
 
 __all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "context_limit"]
@@ -111,6 +112,7 @@ class EagerRunner:
             # Flash and flex kernels take no additive mask, and the mask is how raggedness and trees are said.
             model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
         self._sdpa = config._attn_implementation == "sdpa"
+        pack(model)
         self._attention = partial(lend, config) if wants_grouped(config, model.device) else nullcontext
         self.slab = Slab(rows, max_len, margin=margin)
         self.max_len = max_len
@@ -177,7 +179,7 @@ class EagerRunner:
         if keep and self._accepts_keep:
             arguments["logits_to_keep"] = keep
         model = self.model if keep != 0 else self.model.base_model  # everything but the head
-        with self._attention():
+        with self._attention(), lend_packed():
             output = model(**arguments)
         self._keep_features()
         if keep == 0:

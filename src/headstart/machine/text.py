@@ -6,7 +6,8 @@ Does not know: models, requests, sampling, which ids end an answer (``machine/lo
 kept from being forged (``machine/guard.py`` does).
 
 A character that is split over tokens is shown when it is complete. U+FFFD appears only where the ids really hold
-broken UTF-8, or that very character.
+broken UTF-8, or that very character. tokenizers' own DecodeStream was tried against the same tests: it has no flush, so
+it loses what it holds when an answer ends, it holds broken bytes back for ever, and it needs a Rust tokenizer.
 """
 
 from __future__ import annotations

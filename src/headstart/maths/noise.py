@@ -16,7 +16,8 @@ How rounds are keyed, and why:
   no drafter, draft length or batch can change it, and re-use is what is wanted.
 
 Four streams keep independent what must be independent: ACCEPT decides, RESIDUAL draws the target's own token, DRAFT
-draws the drafted tokens, COUPLED is the noise which the draft and the target share under the coupled rule.
+draws the drafted tokens, COUPLED is the noise which the draft and the target share under the coupled rule. A drafter
+that draws with COUPLED noise under another rule, or with a base that is not its round's, breaks losslessness.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ p[node] for the target's own token once rejected children have had their share.
 
 A node whose parent's p, or whose own q, is not a distribution (NaN, say) is not considered, whatever its token: so a
 broken q costs only speed, and a row fails (``ok``) exactly when its next token would have to come from a broken p.
+Both are float32 (a bfloat16 q does not sum to 1 closely enough to count as a distribution), float64 in exact tests.
 
 Nothing here waits for the device or branches on a value, so a round can be captured in a CUDA graph.
 """
@@ -131,7 +132,7 @@ def effective_q(q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds
     if not distinct and "point" not in kinds:
         return q
     q = q.clone()
-    drafted = tokens[:, 1:].clamp_min(0)  # [R, N]
+    drafted = tokens[:, 1:].clamp(0, q.shape[2] - 1)  # [R, N]
     parent, valid = topology.parent[:, 1:], topology.valid[:, 1:]
     node = torch.arange(q.shape[1], device=q.device)
     elder = (parent.unsqueeze(2) == parent.unsqueeze(1)) & (node.unsqueeze(1) > node) & valid.unsqueeze(1)  # [R, N, N]
@@ -167,6 +168,7 @@ class _Draft:
         if q is not None:
             self.drawn[:, 1:] = q.gather(2, self.tokens[:, 1:].unsqueeze(2)).squeeze(2)
             broken[:, 1:] |= ~_sound(q)
+        broken |= self.tokens != tokens  # no such token
         broken[:, 0] = False
         # A node counts if it is valid and nothing is broken on the way down to it. The root is no guess.
         self.usable = topology.valid & ~(topology.ancestors & broken.unsqueeze(1)).any(2)
@@ -189,7 +191,10 @@ class _Draft:
         raise NotImplementedError
 
     def last(self, node: Tensor) -> Tensor:
-        """The residual of the last accepted node [R], as weights [R, V]."""
+        """The residual of the last accepted node [R], as weights [R, V].
+
+        Rounding alone can leave nothing of it (p and q are then equal but for the last bits): p itself will do.
+        """
         raise NotImplementedError
 
 
@@ -223,7 +228,8 @@ class _Chains(_Draft):
             return weights
         child = (node + 1).clamp_max(self.p.shape[1] - 1)
         rest = self.rest(weights, child, _at(self.scale, node))
-        return torch.where(_at(self.rejected, node).unsqueeze(1), rest, weights)
+        some = _at(self.rejected, node) & (rest.sum(-1) > 0)
+        return torch.where(some.unsqueeze(1), rest, weights)
 
 
 class _Trees(_Draft):
@@ -247,7 +253,8 @@ class _Trees(_Draft):
         return mass
 
     def last(self, node: Tensor) -> Tensor:
-        return _at(self.left, node)
+        rest = _at(self.left, node)
+        return torch.where(rest.sum(-1, keepdim=True) > 0, rest, _at(self.p, node))
 
 
 def _begin(p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds: Sequence[Draw]) -> _Draft:
@@ -257,11 +264,7 @@ def _begin(p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology, draw
 
 def _verdicts(state: _Draft, last: Tensor, topology: Topology, chance: Chance) -> Verdicts:
     """Draw the target's own token after the last accepted node [R]."""
-    weights = state.last(last)
-    # Rounding alone can leave a residual of nothing (p and q are then equal but for the last bits): p itself will do.
-    empty = weights.sum(-1, keepdim=True) <= 0
-    weights = torch.where(empty, _at(state.p, last), weights)
-    token = chance.draw(weights, topology.valid[:, 1:].any(1))
+    token = chance.draw(state.last(last), topology.valid[:, 1:].any(1))
     path, accepted = _path(last, topology)
     return Verdicts(path, accepted, token, _at(state.sound, last))
 

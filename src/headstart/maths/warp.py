@@ -7,7 +7,7 @@ Does not know: logits. ``distribution`` applies both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -84,6 +84,10 @@ class Warp:
             source=tuple((p, tuple(ids)) for p, ids in zip(params, eos, strict=True)),
             dtype=dtype,
         )
+
+    def over(self, *, temperature: Tensor, top_p: Tensor | None, min_p: Tensor | None, top_k: Tensor | None) -> Warp:
+        """The same with settings read from tensors [R] that may change later: what a recorded round works with."""
+        return replace(self, temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, most_k=self.vocab_size)
 
     def select(self, rows: Sequence[int] | Tensor) -> Warp:
         """These rows only, in this order. Who shares a batch is decided on the host, so it is made anew there."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..runner import EagerRunner
 from .lower import why_not
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from .model import FusedModel
 
-__all__ = ["available", "fuse", "why_not"]
+__all__ = ["available", "fuse", "open_runner", "why_not"]
 
 
 def available() -> str | None:
@@ -45,3 +46,16 @@ def fuse(model: PreTrainedModel, *, rows: int, capacity: int) -> FusedModel:
 
     weights = lower(model)
     return FusedModel(weights, weights.buffers(rows, capacity))
+
+
+def open_runner(
+    model: PreTrainedModel, *, rows: int, max_len: int, margin: int, probe: bool = True
+) -> tuple[EagerRunner, str | None]:
+    """The fastest runner for the model here, and why it is not the fused one (None if it is)."""
+    reason = available() if model.device.type == "cuda" else "the model is not on a GPU"
+    reason = reason or why_not(model)
+    if reason is not None:
+        return EagerRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), reason
+    from .runner import FusedRunner
+
+    return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), None

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_blocks import wait
-from .plan import power_of_two
+from .plan import AttentionTile, power_of_two
 
 __all__ = ["attend"]
 
@@ -152,7 +152,7 @@ def attend(
     width: int,
     window: int | None,
     scale: float,
-    chunk: int,
+    t: AttentionTile,
     bound: int,
     work: tuple[Tensor, Tensor] | None,
     pdl: bool,
@@ -161,16 +161,15 @@ def attend(
 
     ``cache``: keys and values [R, kv_heads, capacity, D]; the new tokens' keys stand at slots lengths[r] + index.
     ``tree``: (ancestor bits int64 [R, width], depths [R, width]). ``bound``: no row has more than this many keys,
-    the new ones included. ``work``: part and stats buffers where bound > chunk (see the kernel).
+    the new ones included. ``work``: part and stats buffers where bound > t.chunk (see the kernel).
     """
     keys, values = cache
     tokens, heads, d = query.shape
     rows, kv, capacity = keys.shape[0], keys.shape[1], keys.shape[2]
     assert tokens == rows * width
     group = heads // kv
-    splits = triton.cdiv(bound, chunk) if work is not None else 1
+    splits = triton.cdiv(bound, t.chunk) if work is not None else 1
     tile = min(max(16, power_of_two(group * width)), 64 if d <= 128 else 32)
-    wide = query.element_size() == 4
     common = {
         "HEADS": heads,
         "D": d,
@@ -184,10 +183,10 @@ def attend(
     part, stats = work if work is not None else (out, out)
     _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
         query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, window or 0, scale * _LOG2E,
-        KV=kv, BQ=tile, BK=32 if wide else 64, CHUNK=chunk if splits > 1 else 1 << 30, num_warps=4,
-        num_stages=2 if wide else 3, **common,
+        KV=kv, BQ=tile, BK=t.keys, CHUNK=t.chunk if splits > 1 else 1 << 30, num_warps=t.warps, num_stages=t.stages,
+        **common,
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(tokens, heads)](
-            out, part, stats, lengths, width, window or 0, CHUNK=chunk, GROUP=16, num_warps=4, **common
+            out, part, stats, lengths, width, window or 0, CHUNK=t.chunk, GROUP=16, num_warps=4, **common
         )

@@ -11,23 +11,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["early", "inverse_rms", "pair", "product", "square_parts", "wait"]
+__all__ = ["askers", "early", "inverse_rms", "pair", "product", "square_parts", "wait"]
 
 
 @triton.jit
 def _ask(w, row, K: tl.constexpr, HB: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
-    """Ask the first BYTES of the program's HB weight rows (row [32 * WARPS]: the row of each thread) into L2."""
-    lane = tl.arange(0, 32 * WARPS)
-    size: tl.constexpr = BYTES * HB // (32 * WARPS)  # what one thread asks for
-    start = (w + row.to(tl.int64) * K).to(tl.int64, bitcast=True) + (lane // HB) * size
+    """Ask the first BYTES of the program's HB weight rows into L2. row [32 * WARPS]: each thread's, see ``askers``.
+
+    One thread a row does it: the instruction is uniform, so the threads of a warp would take turns anyway.
+    """
+    mine = (tl.arange(0, 32 * WARPS) % (32 * WARPS // HB) == 0).to(tl.int32)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [start, tl.full([32 * WARPS], size, tl.int32)],
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [
+            (w + row.to(tl.int64) * K).to(tl.int64, bitcast=True),
+            tl.full([32 * WARPS], BYTES, tl.int32),
+            mine,
+        ],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def askers(HB: tl.constexpr, WARPS: tl.constexpr):
+    """[32 * WARPS] which of the HB rows each thread asks for."""
+    return tl.arange(0, 32 * WARPS) // (32 * WARPS // HB)
 
 
 @triton.jit
@@ -142,9 +153,10 @@ def product(
 
 @triton.jit
 def square_parts(squares, m, M, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
-    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2). Loaded early, added up late."""
+    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2)."""
     p = tl.arange(0, PARTS_2)
-    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=(m < M)[:, None] & (p < PARTS)[None, :], other=0.0)
+    mask = (m < M)[:, None] & (p < PARTS)[None, :]
+    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

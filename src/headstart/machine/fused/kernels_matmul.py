@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import early, inverse_rms, pair, product, square_parts, wait
+from .kernels_blocks import askers, early, inverse_rms, pair, product, square_parts, wait
 from .plan import Tile, power_of_two
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
@@ -40,7 +40,7 @@ def _matmul_kernel(
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
-    ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
+    ask = tl.minimum(first + askers(HB, WARPS), N - 1)
     m = tl.arange(0, BM)
     wa, wb = early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
     wait(PDL)
@@ -64,7 +64,7 @@ def _residual_kernel(
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
-    ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, N - 1)
+    ask = tl.minimum(first + askers(HB, WARPS), N - 1)
     m = tl.arange(0, BM)
     mask = (n < N)[:, None] & (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
@@ -91,7 +91,7 @@ def _swiglu_kernel(
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, F - 1)
-    ask = tl.minimum(first + tl.arange(0, 32 * WARPS) % HB, F - 1)
+    ask = tl.minimum(first + askers(HB, WARPS), F - 1)
     m = tl.arange(0, BM)
     wa, wb = early(w, row, row + F, ask, ask + F, K, BK, HB, KS, True, ASK, WARPS)
     wait(PDL)
@@ -116,7 +116,7 @@ def _rotary_kernel(
     first = (tl.program_id(0) % (HALF // HB)) * HB
     i = first + tl.arange(0, HB)
     ca, cb = pair(i, TURN, HALF)
-    ask_a, ask_b = pair(first + tl.arange(0, 32 * WARPS) % HB, TURN, HALF)
+    ask_a, ask_b = pair(first + askers(HB, WARPS), TURN, HALF)
     ra, rb = head * D + ca, head * D + cb
     m = tl.arange(0, BM)
     live = m < M
@@ -167,7 +167,6 @@ def skinny_rows(rows: int) -> int:
 
 def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: bool) -> dict[str, object]:
     bytes_a_row = min(t.prefetch, inputs * weights.element_size())
-    lanes = 32 * t.warps // t.rows  # threads that share a row
     assert t.slices or rows == 1
     options = {
         "BK": t.depth,
@@ -175,7 +174,7 @@ def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: bool) -> dic
         "BM": skinny_rows(rows) if t.slices else 1,
         "KS": t.slices,
         "PDL": pdl,
-        "ASK": bytes_a_row // (16 * lanes) * (16 * lanes),
+        "ASK": bytes_a_row // 16 * 16,
         "WARPS": t.warps,
         "num_warps": t.warps,
         "num_stages": t.stages,

@@ -22,7 +22,7 @@ from .kernels_attention import attend
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
 from .kernels_pointwise import embed, norm, rotate, swiglu
 from .lower import Layer, Weights
-from .plan import Tile, attention_chunk, tile
+from .plan import Tile, attention_tile, tile
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
 
@@ -80,7 +80,7 @@ class FusedModel:
         if len(self.cache) != len(w.layers):
             raise ValueError(f"{len(self.cache)} layers of cache for {len(w.layers)} layers")
         self.rotary = w.rotary_table(self.capacity)
-        self.chunk = attention_chunk(w.head_dim)
+        self.attention = attention_tile(w.head_dim, w.dtype)
         self.overlap = supports_overlap(w.device)
         self._tiles = {alone: self._plan(alone) for alone in (False, True)}
 
@@ -120,8 +120,8 @@ class FusedModel:
         tree = ancestors if ancestors is None or isinstance(ancestors, Tree) else pack_ancestors(ancestors)
         bound = min(bound or self.capacity, self.capacity)
         work = None
-        if bound > self.chunk and width <= _SPLIT_WIDTH:
-            work = self._split_buffers(rows * width, -(-bound // self.chunk))
+        if bound > self.attention.chunk and width <= _SPLIT_WIDTH:
+            work = self._split_buffers(rows * width, -(-bound // self.attention.chunk))
         step = _Step(rows, width, first_row, lengths, tree, bound, work)
         tokens = tokens.reshape(-1)
         keep = width if keep is None else keep
@@ -208,7 +208,7 @@ class FusedModel:
     def _attend(self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, layer: Layer, step: _Step) -> None:
         attend(
             query, cache, out, step.lengths, step.tree, width=step.width, window=layer.window,
-            scale=self.weights.head_dim**-0.5, chunk=self.chunk, bound=step.bound, work=step.work, pdl=self.overlap,
+            scale=self.weights.head_dim**-0.5, t=self.attention, bound=step.bound, work=step.work, pdl=self.overlap,
         )  # fmt: skip
 
     def _last_logits(self, x: Tensor, step: _Step, keep: int) -> Tensor:

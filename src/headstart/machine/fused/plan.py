@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Tile", "attention_chunk", "power_of_two", "tile"]
+__all__ = ["AttentionTile", "Tile", "attention_tile", "power_of_two", "tile"]
 
 
 def power_of_two(n: int) -> int:
@@ -52,6 +52,19 @@ def tile(outputs: int, inputs: int, *, pair: bool, dtype: torch.dtype, alone: bo
     return found
 
 
-def attention_chunk(head_dim: int) -> int:
-    """Keys one program of the split attention reads. Fixed for a model: see the module's docstring."""
-    return 1024 if head_dim <= 64 else 512
+@dataclass(frozen=True)
+class AttentionTile:
+    """How the attention over one row's keys is cut up. Fixed for a model: see the module's docstring."""
+
+    chunk: int  # keys one program reads
+    keys: int  # of these at a time
+    warps: int
+    stages: int
+
+
+def attention_tile(head_dim: int, dtype: torch.dtype) -> AttentionTile:
+    """The tile for heads of this width."""
+    chunk = 1024 if head_dim <= 64 else 512
+    if dtype == torch.float32:
+        return AttentionTile(chunk, keys=32, warps=4, stages=2)
+    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2)

@@ -1,0 +1,501 @@
+"""One visit to a GPU: are the fused kernels right, and how near to the memory's speed are they?
+
+    PYTHONPATH=src python benchmarks/gpu_kernels.py [--out FOLDER] [--only bandwidth,matmul,...]
+
+Prints a table for each part and saves everything as JSON. A part that fails says so and the others go on.
+Every time is the median of replays of a captured CUDA graph that walks over more memory than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.lab.grow import SHAPES, Shape, grow
+from headstart.machine import fused
+from headstart.machine.fused import kernels_matmul as km
+from headstart.machine.fused import model as fused_model
+from headstart.machine.fused.kernels_attention import attend
+from headstart.machine.fused.lower import lower
+from headstart.machine.fused.model import FusedModel
+from headstart.machine.fused.plan import Tile, attention_tile, tile
+
+SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
+SIZES = {"8b": SHAPES["llama-3-8b"], "135m": SMOL, "32b": SHAPES["qwen2.5-32b"]}
+VOCAB = 49152
+BF16 = torch.bfloat16
+RESULT: dict[str, Any] = {}
+BANDWIDTH = 4.18e12  # bytes a second; replaced by what ``bandwidth`` measures
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def seconds(body: Callable[[], object], *, replays: int = 15, captured: bool = True) -> float:
+    """Median time of one run of ``body``."""
+    run = capture(body).replay if captured else body
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)
+
+
+def noise(*shape: int, std: float = 1.0) -> torch.Tensor:
+    return torch.empty(*shape, device="cuda", dtype=BF16).normal_(0, std)
+
+
+# -- single kernels ---------------------------------------------------------------------------------------------------
+
+
+def matrices(name: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each matrix of a size."""
+    s = SIZES[name]
+    return {
+        "qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
+        "o": (s.hidden, s.heads * s.head_dim),
+        "gate_up": (2 * s.ffn, s.hidden),
+        "down": (s.hidden, s.ffn),
+        "head": (VOCAB, s.hidden),
+    }
+
+
+class Chain:
+    """One kind of product over several different weight matrices, one after another, as the layers of a model do."""
+
+    def __init__(self, size: str, kind: str, rows: int, copies: int | None = None) -> None:
+        self.shape, self.kind, self.rows = SIZES[size], kind, rows
+        n, k = matrices(size)[kind]
+        # More than the L2 holds, and enough launches that the first one's start does not count.
+        copies = copies or min(max(400_000_000 // (2 * n * k), 4), 200)
+        self.weights = [noise(n, k, std=k**-0.5) for _ in range(copies)]
+        self.bytes = 2 * n * k
+        self.x = noise(rows, k)
+        self.out = noise(rows, n if kind != "gate_up" else n // 2)
+        self.logits = torch.empty(rows, n, device="cuda") if kind == "head" else None
+        self.scaled, self.gain = torch.empty_like(self.out), noise(n)
+        s = self.shape
+        self.cache = (noise(rows, s.kv_heads, 64, s.head_dim), noise(rows, s.kv_heads, 64, s.head_dim))
+        self.lengths = torch.full((rows,), 20, device="cuda", dtype=torch.int32)
+        self.rotary = (torch.rand(64, s.head_dim // 2, device="cuda"), torch.rand(64, s.head_dim // 2, device="cuda"))
+
+    def launch(self, t: Tile, *, pdl: bool = True, count: int | None = None) -> None:
+        eps = 1e-5
+        squares = self.x.new_ones(self.rows, 32, dtype=torch.float32)
+        parts = torch.empty(self.rows, -(-self.weights[0].shape[0] // t.rows), device="cuda")
+        s = self.shape
+        for w in self.weights[:count]:
+            if self.kind == "qkv":
+                query = self.out.view(-1)[: self.rows * s.heads * s.head_dim].view(self.rows, s.heads, s.head_dim)
+                km.matmul_rotary(
+                    self.x, w, query, self.cache, (*self.rotary, s.head_dim // 2), self.lengths, None, t, bias=None,
+                    squares=squares, eps=eps, width=1, pdl=pdl,
+                )  # fmt: skip
+            elif self.kind == "gate_up":
+                km.matmul_swiglu(self.x, w, self.out, t, squares=squares, eps=eps, pdl=pdl)
+            elif self.kind == "head":
+                km.matmul(self.x, w, self.logits, t, bias=None, squares=squares, eps=eps, pdl=pdl)
+            else:
+                km.matmul_residual(self.x, w, self.out, self.gain, self.scaled, t, bias=None, squares=parts, pdl=pdl)
+
+    def library(self) -> None:
+        for w in self.weights:
+            F.linear(self.x, w)
+
+    def time(self, t: Tile, **options: Any) -> float:
+        return seconds(lambda: self.launch(t, **options)) / len(self.weights)
+
+
+def plan_of(size: str, kind: str, rows: int) -> Tile:
+    n, k = matrices(size)[kind]
+    return tile(n, k, pair=kind in ("qkv", "gate_up"), dtype=BF16, alone=rows == 1)
+
+
+def bandwidth() -> dict[str, float]:
+    """What a plain reduction and our longest product read from memory in a second."""
+    global BANDWIDTH
+    data = torch.ones(1 << 30, device="cuda", dtype=torch.float32).normal_()
+    found = {"sum_TBps": data.numel() * 4 / seconds(lambda: data.sum()) / 1e12}
+    chain = Chain("8b", "gate_up", 1, copies=8)
+    found["product_TBps"] = chain.bytes / chain.time(plan_of("8b", "gate_up", 1)) / 1e12
+    BANDWIDTH = max(found.values()) * 1e12
+    say("\n".join(f"{k:>14}: {v:.3f}" for k, v in found.items()))
+    return found
+
+
+def matmul() -> dict[str, Any]:
+    """Each product against cuBLAS and against the time its weights need."""
+    found: dict[str, Any] = {}
+    say(
+        f"{'us a launch':>16} {'floor':>7} {'cuBLAS 1':>9} {'ours 1':>8} {'no overlap':>10} {'cuBLAS 9':>9} {'ours 9':>8} {'ours 32':>8}"
+    )
+    for size in ("8b", "135m"):
+        for kind in matrices(size):
+            line: dict[str, float] = {}
+            for rows in (1, 9, 32):
+                chain = Chain(size, kind, rows)
+                line["floor"] = chain.bytes / BANDWIDTH * 1e6
+                t = plan_of(size, kind, rows)
+                if rows < 32:
+                    line[f"cublas{rows}"] = seconds(chain.library) / len(chain.weights) * 1e6
+                line[f"ours{rows}"] = chain.time(t) * 1e6
+                if rows == 1:
+                    line["plain1"] = chain.time(t, pdl=False) * 1e6
+                del chain
+            found[f"{size} {kind}"] = line
+            say(
+                f"{size + ' ' + kind:>16} {line['floor']:7.1f} {line['cublas1']:9.1f} {line['ours1']:8.1f} "
+                f"{line['plain1']:10.1f} {line['cublas9']:9.1f} {line['ours9']:8.1f} {line['ours32']:8.1f}"
+            )
+    return found
+
+
+BIG = [
+    Tile(16, 256, 4, 4, 4, 2048),
+    Tile(16, 256, 4, 4, 6, 2048),
+    Tile(16, 256, 8, 8, 6, 2048),
+    Tile(16, 512, 8, 8, 4, 2048),
+    Tile(16, 512, 4, 4, 3, 2048),
+    Tile(16, 128, 2, 2, 8, 2048),
+    Tile(32, 256, 4, 4, 4, 2048),
+    Tile(32, 256, 8, 8, 4, 2048),
+    Tile(32, 128, 4, 4, 6, 2048),
+    Tile(16, 256, 4, 4, 4, 0),
+    Tile(16, 256, 4, 4, 4, 4096),
+    Tile(16, 256, 4, 4, 4, 8192),
+]
+TINY = [
+    Tile(rows, 0, 0, warps, 1, 0)
+    for rows, warps in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8))
+]
+HEAD = [
+    Tile(16, 1024, 4, 4, 1, 0),
+    Tile(32, 1024, 8, 8, 1, 0),
+    Tile(32, 64, 4, 4, 8, 1152),
+    Tile(64, 64, 4, 4, 8, 1152),
+    Tile(16, 1024, 0, 4, 1, 0),
+    Tile(8, 1024, 0, 4, 1, 0),
+    Tile(32, 128, 4, 4, 5, 1152),
+]
+
+
+def candidates(size: str, kind: str, rows: int) -> list[Tile]:
+    n, k = matrices(size)[kind]
+    if size == "135m" and kind == "head":
+        return [t for t in HEAD if t.slices or rows == 1]
+    if size == "135m":
+        deep = 1024 if k < 1024 else 2048
+        if rows == 1:
+            return [dataclasses.replace(t, depth=deep) for t in TINY]
+        return [Tile(16, deep, w, w, 1, 0) for w in (4, 8)]
+    return BIG
+
+
+Job = tuple[str, tuple[Any, ...]]
+
+
+def compile_jobs(jobs: list[Job]) -> None:
+    """Compile these kernels into Triton's cache on disk (in a process of its own)."""
+    for kind, arguments in jobs:
+        try:
+            if kind == "chain":
+                *what, t = arguments
+                Chain(*what, copies=1).launch(t)
+            elif kind == "attention":
+                *what, config = arguments
+                chain = Attention(*what)
+                chain.caches = chain.caches[:1]
+                chain.launch(*config)
+            else:
+                size, rows, width, context = arguments
+                s = dataclasses.replace(SIZES[size], layers=2)
+                fast = fused.fuse(llama(s, BF16), rows=32, capacity=8448 if size == "8b" else 1152)
+                tokens = torch.zeros(rows, width, device="cuda", dtype=torch.int64)
+                fast.forward(tokens, torch.zeros(rows, device="cuda", dtype=torch.int32), bound=context + 64)
+        except Exception as error:
+            say(f"does not compile: {kind} {arguments}: {str(error)[:150]}")
+    torch.cuda.synchronize()
+
+
+SWEPT = [
+    (size, kind, rows) for size in ("8b", "135m") for kind in ("qkv", "o", "gate_up", "down", "head") for rows in (1, 9)
+]
+
+
+def warm() -> dict[str, Any]:
+    """Compile everything the other parts need, on all cores."""
+    jobs: list[Job] = [("chain", (*w, t)) for w in SWEPT for t in candidates(*w)]
+    jobs += [
+        ("chain", (size, kind, rows, plan_of(size, kind, rows)))
+        for size in ("8b", "135m")
+        for kind in matrices(size)
+        for rows in (1, 9, 32)
+    ]
+    jobs += [("attention", (*case, config)) for case in ATTENTION_CASES for config in ATTENTION[case[0]]]
+    jobs += [("step", (size, *case)) for size, cases in STEPS.items() for case in cases]
+    processes = 15
+    context = torch.multiprocessing.get_context("spawn")
+    workers = [context.Process(target=compile_jobs, args=(jobs[i::processes],)) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return {"kernels": len(jobs)}
+
+
+def sweep() -> dict[str, Any]:
+    """Which tile is fastest for each matrix, with 1 and 9 rows."""
+    found: dict[str, Any] = {}
+    for size, kind, rows in SWEPT:
+        chain = Chain(size, kind, rows)
+        times = []
+        for t in candidates(size, kind, rows):
+            try:
+                times.append((chain.time(t) * 1e6, t))
+            except Exception as error:
+                say(f"{size} {kind} {rows} {t}: {str(error)[:100]}")
+        times.sort(key=lambda pair: pair[0])
+        found[f"{size} {kind} {rows}"] = [(round(us, 2), dataclasses.astuple(t)) for us, t in times]
+        floor = chain.bytes / BANDWIDTH * 1e6
+        best = "  ".join(f"{us:.2f} {dataclasses.astuple(t)}" for us, t in times[:4])
+        say(f"{size} {kind} rows {rows} floor {floor:.1f}: {best}")
+        del chain
+    return found
+
+
+ATTENTION = {"8b": ((512, 64, 4, 3), (1024, 64, 4, 3), (512, 128, 8, 3), (512, 32, 4, 4)), "135m": ((1024, 64, 4, 3),)}
+
+
+class Attention:
+    """The attention of 16 layers, one after another."""
+
+    def __init__(self, size: str, context: int, rows: int, width: int) -> None:
+        self.shape, self.width, self.bound = SIZES[size], width, context + 128
+        s = self.shape
+        where = (rows, s.kv_heads, self.bound, s.head_dim)
+        self.caches = [(noise(*where), noise(*where)) for _ in range(16)]
+        self.lengths = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+        self.query = noise(rows * width, s.heads, s.head_dim)
+        self.out = torch.empty_like(self.query)
+        self.floor = 4 * rows * context * s.kv_heads * s.head_dim / BANDWIDTH
+
+    def launch(self, chunk: int, keys: int, warps: int, stages: int) -> None:
+        s, splits = self.shape, -(-self.bound // chunk)
+        t = dataclasses.replace(attention_tile(s.head_dim, BF16), chunk=chunk, keys=keys, warps=warps, stages=stages)
+        part = torch.empty(self.query.shape[0], s.heads, splits, s.head_dim, device="cuda")
+        stats = torch.empty(self.query.shape[0], s.heads, splits, 2, device="cuda")
+        for cache in self.caches:
+            attend(
+                self.query, cache, self.out, self.lengths, None, width=self.width, window=None,
+                scale=s.head_dim**-0.5, t=t, bound=self.bound, work=(part, stats) if splits > 1 else None, pdl=True,
+            )  # fmt: skip
+
+
+ATTENTION_CASES = [
+    (size, context, rows, width)
+    for size, contexts in (("8b", (256, 8192)), ("135m", (256, 1024)))
+    for context in contexts
+    for rows, width in ((1, 1), (1, 9), (32, 1))
+    if rows * context <= 16384
+]
+
+
+def attention() -> dict[str, Any]:
+    """us a layer, by (chunk, keys at a time, warps, stages)."""
+    found: dict[str, Any] = {}
+    for case in ATTENTION_CASES:
+        chain = Attention(*case)
+        line = {"floor": chain.floor * 1e6}
+        for config in ATTENTION[case[0]]:
+            try:
+                line[str(config)] = seconds(lambda: chain.launch(*config)) / 16 * 1e6  # noqa: B023
+            except Exception as error:
+                say(f"{config}: {str(error)[:100]}")
+        found[str(case)] = line
+        say(f"{case}: " + "  ".join(f"{k}: {v:.1f}" for k, v in line.items()))
+    return found
+
+
+# -- whole steps ------------------------------------------------------------------------------------------------------
+
+
+def llama(s: Shape, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model of this shape with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=s.hidden,
+        intermediate_size=s.ffn,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        tie_word_embeddings=True,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
+
+
+def step_times(model: FusedModel, name: str, cases: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """ms of one captured forward; a case is (rows, tokens a row, context)."""
+    found: dict[str, Any] = {}
+    w = model.weights
+    for rows, width, context in cases:
+        tokens = torch.randint(0, VOCAB, (rows, width), device="cuda")
+        lengths = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+        ms = seconds(lambda: model.forward(tokens, lengths, bound=context + 64)) * 1000  # noqa: B023
+        keys = 4 * rows * context * w.kv_heads * w.head_dim * len(w.layers)
+        floor = (w.step_bytes + keys) / BANDWIDTH * 1000
+        found[f"{rows}x{width} @{context}"] = {"ms": ms, "floor_ms": floor, "share": floor / ms}
+        say(f"{name} {rows} x {width} at {context}: {ms:.4f} ms, floor {floor:.4f}, {floor / ms:.1%}")
+    return found
+
+
+def without(model: FusedModel, name: str) -> dict[str, float]:
+    """How much shorter a step gets when one kind of kernel is left out (the results are then wrong, of course)."""
+    tokens = torch.zeros(1, 1, device="cuda", dtype=torch.int64)
+    lengths = torch.full((1,), 256, device="cuda", dtype=torch.int32)
+
+    def step() -> None:
+        model.forward(tokens, lengths, bound=320)
+
+    whole = seconds(step)
+    found = {"whole": whole * 1e6}
+    for part in ("matmul_rotary", "attend", "matmul_swiglu", "matmul_residual", "matmul"):
+        real = getattr(fused_model, part)
+        setattr(fused_model, part, lambda *a, **k: None)
+        found[part] = (whole - seconds(step)) * 1e6 / (1 if part == "matmul" else len(model.weights.layers))
+        setattr(fused_model, part, real)
+    model.overlap = False
+    found["no overlap"] = seconds(step) * 1e6
+    model.overlap = True
+    say(f"{name}: " + "  ".join(f"{k}: {v:.2f} us" for k, v in found.items()))
+    return found
+
+
+def errors(model: LlamaForCausalLM, fast: FusedModel) -> dict[str, float]:
+    """Fused and HF logits in bfloat16 against float32, and whether one token alone equals it among nine to the bit."""
+    tokens = torch.randint(0, VOCAB, (1, 200), device="cuda")
+    start = torch.zeros(1, device="cuda", dtype=torch.int32)
+    with torch.inference_mode():
+        hf = model(tokens).logits[0, 180:189].float()
+    fast.forward(tokens[:, :180], start, keep=0)
+    together = fast.forward(tokens[:, 180:189], start + 180)[0]
+    alone = torch.cat([fast.forward(tokens[:, 180 + i : 181 + i], start + 180 + i)[0] for i in range(9)])
+    with torch.inference_mode():
+        exact = model.float()(tokens).logits[0, 180:189] if model.num_parameters() < 1e9 else hf
+    model.to(BF16)
+
+    def gap(a: torch.Tensor) -> float:
+        return float((a - exact).norm() / exact.norm())
+
+    found = {
+        "hf": gap(hf),
+        "fused 9": gap(together),
+        "fused 1": gap(alone),
+        "bits differ": float((alone != together).sum()),
+        "argmax agrees": float((together.argmax(-1) == hf.argmax(-1)).float().mean()),
+    }
+    say("  ".join(f"{k}: {v:.3g}" for k, v in found.items()))
+    return found
+
+
+CASES = [(1, 1, 256), (1, 9, 256), (8, 4, 256), (32, 1, 256)]
+STEPS = {"135m": [*CASES, (1, 2, 256), (1, 1, 1000)], "8b": [*CASES, (1, 1, 8192), (1, 9, 8192)]}
+
+
+def steps_small() -> dict[str, Any]:
+    model = llama(SMOL, BF16)
+    fast = fused.fuse(model, rows=32, capacity=1152)
+    found: dict[str, Any] = {"errors": errors(model, fast)}
+    model = llama(SMOL, BF16)
+    fast = fused.fuse(model, rows=32, capacity=1152)
+    found["steps"] = step_times(fast, "135m", STEPS["135m"])
+    found["without"] = without(fast, "135m")
+    return found
+
+
+def steps_big() -> dict[str, Any]:
+    started = time.time()
+    small = llama(SMOL, torch.float32)
+    model = grow(small, "llama-3-8b", dtype=BF16)
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"grow_s": time.time() - started}
+    started = time.time()
+    fast = FusedModel(lower(model), lower(model).buffers(32, 8448))
+    torch.cuda.synchronize()
+    found["lower_s"] = time.time() - started
+    size = fast.weights.step_bytes / 1e9
+    say(f"grown in {found['grow_s']:.1f} s, lowered in {found['lower_s']:.1f} s, {size:.2f} GB a step")
+    found["steps"] = step_times(fast, "8b", STEPS["8b"])
+    found["without"] = without(fast, "8b")
+    found["errors"] = errors(model, fast)
+    return found
+
+
+PARTS = {
+    "warm": warm,
+    "bandwidth": bandwidth,
+    "matmul": matmul,
+    "attention": attention,
+    "steps_small": steps_small,
+    "steps_big": steps_big,
+    "sweep": sweep,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--only", default="warm,bandwidth,matmul,attention,steps_small,steps_big")
+    options = parser.parse_args()
+    for name in options.only.split(","):
+        started = time.time()
+        say(f"== {name}")
+        try:
+            RESULT[name] = PARTS[name]()
+        except Exception:
+            traceback.print_exc()
+            RESULT[name] = {"failed": traceback.format_exc()}
+        torch.cuda.empty_cache()
+        say(f"-- {name}: {time.time() - started:.0f} s")
+        (options.out / "gpu_kernels.json").write_text(json.dumps(RESULT, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A lowered model as a runner over the slab, eager or on the device's own terms.
+
+Knows: how to hand the slab's buffers to the fused kernels. Does not know: kernels, rounds, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...maths.tree import Topology
+from ..kvcache import MARGIN
+from ..runner import EagerRunner
+from .lower import lower
+from .model import FusedModel
+
+__all__ = ["FusedRunner"]
+
+_CHUNK = 512  # bounds are rounded up to this, so that few different launches occur
+
+
+class FusedRunner(EagerRunner):
+    """A ``ModelRunner`` on fused kernels. Hidden states are not kept, so a watched model runs on its own modules."""
+
+    fused: FusedModel | None = None  # until the slab is there
+
+    def __init__(
+        self, model: PreTrainedModel, *, rows: int = 1, max_len: int = 2048, margin: int = MARGIN, probe: bool = True
+    ) -> None:
+        super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=True)  # also allocates the slab
+        self.fused = FusedModel(lower(model), [(layer.keys, layer.values) for layer in self.slab.layers])
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: slice,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        topology: Topology | None = None,
+        keep: int | None = None,
+    ) -> Tensor:
+        """See ``ModelRunner.forward``."""
+        if self.fused is None or self._watch is not None:
+            return super().forward(rows, tokens, lengths, topology, keep)
+        tree = topology.ancestors if topology is not None and not topology.is_chain else None
+        longest = max(lengths) + tokens.shape[1]
+        return self.fused.forward(
+            tokens,
+            torch.tensor(lengths, device=self.device),
+            tree,
+            keep,
+            first_row=rows.start,
+            bound=-(-longest // _CHUNK) * _CHUNK,
+        )
+
+    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
+        """See ``engine.captured.DeviceRunner``."""
+        assert self.fused is not None
+        return self.fused.forward(tokens, lengths, None, keep, bound=bound)
