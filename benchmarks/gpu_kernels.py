@@ -156,9 +156,8 @@ def bandwidth() -> dict[str, float]:
 def matmul() -> dict[str, Any]:
     """Each product against cuBLAS and against the time its weights need."""
     found: dict[str, Any] = {}
-    say(
-        f"{'us a launch':>16} {'floor':>7} {'cuBLAS 1':>9} {'ours 1':>8} {'no overlap':>10} {'cuBLAS 9':>9} {'ours 9':>8} {'ours 32':>8}"
-    )
+    columns = ("floor", "cublas1", "ours1", "plain1", "cublas9", "ours9", "ours32")  # plain: without overlap
+    say(f"{'us a launch':>16} " + " ".join(f"{c:>8}" for c in columns))
     for size in ("8b", "135m"):
         for kind in matrices(size):
             line: dict[str, float] = {}
@@ -173,10 +172,7 @@ def matmul() -> dict[str, Any]:
                     line["plain1"] = chain.time(t, pdl=False) * 1e6
                 del chain
             found[f"{size} {kind}"] = line
-            say(
-                f"{size + ' ' + kind:>16} {line['floor']:7.1f} {line['cublas1']:9.1f} {line['ours1']:8.1f} "
-                f"{line['plain1']:10.1f} {line['cublas9']:9.1f} {line['ours9']:8.1f} {line['ours32']:8.1f}"
-            )
+            say(f"{size + ' ' + kind:>16} " + " ".join(f"{line[c]:8.1f}" for c in columns))
     return found
 
 
@@ -210,7 +206,7 @@ HEAD = [
 
 
 def candidates(size: str, kind: str, rows: int) -> list[Tile]:
-    n, k = matrices(size)[kind]
+    _, k = matrices(size)[kind]
     if size == "135m" and kind == "head":
         return [t for t in HEAD if t.slices or rows == 1]
     if size == "135m":

@@ -126,7 +126,7 @@ def test_other_families_have_layers_to_watch_too(architecture: str) -> None:
     expected = run(engine(1, 1, drafted=False, architecture=architecture), prompts(3), SETTINGS["greedy"])
     served = engine(4, 3, architecture=architecture)
     assert run(served, prompts(3), SETTINGS["greedy"]) == expected
-    assert served.stats.drafted > 50
+    assert served.stats.drafted > 30
 
 
 def test_chains_end_where_the_head_is_unsure() -> None:

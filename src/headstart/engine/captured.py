@@ -115,7 +115,7 @@ class CapturedRounds:
 
     def fits(self, sequences: Seq[Sequence], gamma: int) -> bool:
         """Can these rows' next round be played here?"""
-        if gamma and self._drafter is None:
+        if (gamma and self._drafter is None) or not self._recordable(len(sequences)):
             return False
         group = group_of(sequences[0], drafted=gamma > 0)
         for s in sequences:
@@ -158,6 +158,10 @@ class CapturedRounds:
         self._flight, self._level = None, ()
 
     # -- launching and reading
+
+    def _recordable(self, rows: int) -> bool:
+        """Few numbers of rows are recorded, since each takes a second; the others are played step by step."""
+        return rows <= 4 or rows % 4 == 0 or rows == self._target.slab.rows
 
     def _over(self, sequence: Sequence, gamma: int, rounds: int) -> bool:
         """Would that many rounds write past the end of a row?"""

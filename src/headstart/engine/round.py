@@ -89,8 +89,8 @@ def _captured(
 ) -> Outcome | None:
     """The round as a recording on the device, or None where it does not fit there."""
     rounds = parts.captured
-    if rounds is None or first_row or any(behind):
-        return None
+    if rounds is None or first_row or any(behind) or not (ahead or rounds.in_flight):
+        return None  # while rows come and go, no number of them stays long enough to be recorded
     gamma = 0
     if parts.drafter is not None and all(s.params.speculate for s in sequences):
         room = [parts.max_gamma] * len(sequences)

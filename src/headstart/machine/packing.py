@@ -93,10 +93,10 @@ def pack(model: nn.Module, *, least_bytes: int = LEAST_BYTES, measure: bool = Tr
 
     ``measure=False`` trusts that it pays (for tests; the agreement is always checked).
     """
-    layers = [m for m in model.modules() if type(m) in (nn.Linear, PackedLinear) and _packable(m.weight)]
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and _packable(m)]
     size = sum(layer.weight.numel() * 4 for layer in layers)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not layers or not least_bytes <= size <= memory // MEMORY_SHARE or not torch.backends.mkl.is_available():
+    if not layers or not least_bytes <= size <= memory // MEMORY_SHARE:
         return 0
     with torch.inference_mode(False), torch.no_grad():
         largest = max(layers, key=lambda layer: layer.weight.numel())
@@ -112,15 +112,19 @@ def pack(model: nn.Module, *, least_bytes: int = LEAST_BYTES, measure: bool = Tr
             if shape not in agreed:
                 agreed[shape] = _agrees(layer)
             if agreed[shape]:
-                layer.packed = _Packed(layer.weight)
                 layer.__class__ = PackedLinear
+                assert isinstance(layer, PackedLinear)
+                layer.packed = _Packed(layer.weight)
                 count += 1
     return count
 
 
-def _packable(weight: Tensor) -> bool:
+def _packable(layer: nn.Linear) -> bool:
+    weight = layer.weight
     return (
-        weight.device.type == "cpu"
+        type(layer) in (nn.Linear, PackedLinear)  # a subclass may do anything
+        and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and not weight.is_inference()  # these keep no version, so a change would go unnoticed
