@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/headstart demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks

@@ -81,9 +81,11 @@ class SelfPlay:
         user_temperature: float = 0.8,
         longest_turns: tuple[int, int] = (160, 200),
         vocab_size: int | None = None,
+        lowered: bool = True,
     ) -> None:
         """``openers``: first tokens of the first user turn, chosen at random row by row. ``longest_turns``: the most
-        tokens of a user turn and of an answer. ``vocab_size``: ids from here on are never drawn."""
+        tokens of a user turn and of an answer. ``vocab_size``: ids from here on are never drawn.
+        ``lowered``: use the fused kernels where they can run."""
         self.model, self.marks = model, marks
         self.rows, self.length = rows, length
         self.openers = [list(opener) for opener in openers]
@@ -96,20 +98,24 @@ class SelfPlay:
         widest = max(map(len, bridges))
         self._bridge = torch.tensor([[*b, *[-1] * (widest + 1 - len(b))] for b in bridges], device=self.device)
         self._ends = torch.tensor(marks.ends, device=self.device)
-        self._forward = self._make_forward()
+        self._forward = self._make_forward(lowered)
         self._state = self._make_state()
         self._graph: Any = None
 
     # -- one step of all rows, on the device
 
-    def _make_forward(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """(tokens [R, 1], position [1]) -> logits [R, V] float32; keys are kept inside."""
-        if self.device.type == "cuda" and fused.available() is None and fused.why_not(self.model) is None:
+    def _make_forward(self, lowered_too: bool) -> Callable[[Tensor, int], Tensor]:
+        """(tokens [R, 1], how many came before) -> logits [R, V] float32; keys are kept inside.
+
+        The lowered model reads the second from the device instead, so that a step can be captured.
+        """
+        kernels = self.device.type == "cuda" and fused.available() is None and fused.why_not(self.model) is None
+        if lowered_too and kernels:
             lowered = fused.fuse(self.model, rows=self.rows, capacity=self.length + 16)
             lengths = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
 
-            def quick(tokens: Tensor, position: Tensor) -> Tensor:
-                lengths.copy_(position.expand(self.rows))
+            def quick(tokens: Tensor, before: int) -> Tensor:
+                lengths.copy_(self._state["position"].expand(self.rows))
                 return lowered.forward(tokens, lengths)[:, 0]
 
             self.captures = True
@@ -117,8 +123,8 @@ class SelfPlay:
         runner = EagerRunner(self.model, rows=self.rows, max_len=self.length, probe=False)
         self.captures = False
 
-        def plain(tokens: Tensor, position: Tensor) -> Tensor:
-            return runner.forward(slice(0, self.rows), tokens, [int(position)] * self.rows)[:, 0].float()
+        def plain(tokens: Tensor, before: int) -> Tensor:
+            return runner.forward(slice(0, self.rows), tokens, [before] * self.rows)[:, 0].float()
 
         return plain
 
@@ -137,11 +143,11 @@ class SelfPlay:
             "bridge": zeros(self.rows),  # place in the bridge; 0 while the model is free
         }
 
-    def _step(self) -> None:
+    def _step(self, before: int = 0) -> None:
         """Feed the token at ``position`` and decide the next one. Nothing here waits for the device."""
         s = self._state
         now = s["tokens"].index_select(1, s["position"])  # [R, 1]
-        logits = self._forward(now, s["position"])
+        logits = self._forward(now, before)
         if self._vocab_size is not None:
             logits = logits[:, : self._vocab_size]
         following = s["position"] + 1
@@ -202,11 +208,11 @@ class SelfPlay:
         s["heat"].copy_(torch.from_numpy(heat))
         s["tokens"][:, 0] = s["forced"][:, 0]
         torch.manual_seed(seed)
-        for _ in range(self.length - 1):
+        for before in range(self.length - 1):
             if self._graph is not None:
                 self._graph.replay()
             else:
-                self._step()
+                self._step(before)
         tokens = s["tokens"].to("cpu", torch.int32).numpy()
         answer = s["answer"].cpu().numpy()
         return [Story(tokens[row], answer[row], float(heat[row, 1])) for row in range(self.rows)]

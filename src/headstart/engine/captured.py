@@ -51,6 +51,7 @@ class Outcome:
     verdicts: list[Verdict | None]
     draft_seconds: float
     verify_seconds: float
+    logits: Tensor | None = None  # [R, N+1, V], where the round was played step by step
 
 
 @dataclass(frozen=True)

@@ -48,24 +48,29 @@ def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool
 
     ``ahead``: nothing is about to change, so a captured round may launch its successor before it returns.
     """
-    slab, started = parts.runner.slab, perf_counter()
-    lengths = slab.lengths[first_row : first_row + len(sequences)]
+    started = perf_counter()
+    lengths = parts.runner.slab.lengths[first_row : first_row + len(sequences)]
     # The cache always lacks the last committed token; in a sequence's first round it also lacks the prompt's end.
     behind = [len(s.tokens) - 1 - length for s, length in zip(sequences, lengths, strict=True)]
 
-    # Draft and verify: on the device where the round fits there, step by step from here where it does not.
-    outcome, logits = _captured(parts, sequences, first_row, behind, ahead), None
+    # Draft and verify: as a recording on the device where the round fits one, step by step where it does not.
+    outcome = _captured(parts, sequences, first_row, behind, ahead)
     if outcome is None:
         proposals = _draft(parts, sequences)
-        drafted_at = perf_counter()
+        drafted = perf_counter()
         batch = Batch.of(sequences, proposals, parts.runner.device)
         logits = _forward(parts, batch, first_row, lengths, behind)
-        verified_at = perf_counter()
+        verified = perf_counter()
         verdicts = judge(logits, batch, parts.vocab_size)
-        outcome = Outcome(proposals, verdicts, drafted_at - started, verified_at - drafted_at)
+        outcome = Outcome(proposals, verdicts, drafted - started, verified - drafted, logits)
 
-    # Commit.
-    kept = [0] * len(sequences)
+    kept = _commit(parts, sequences, first_row, outcome)
+    return _records(parts, sequences, outcome, kept, behind, perf_counter() - started)
+
+
+def _commit(parts: Parts, sequences: list[Sequence], first_row: int, outcome: Outcome) -> list[int]:
+    """Take the accepted tokens and the target's own into the sequences; the slab follows. How many each one kept."""
+    slab, kept = parts.runner.slab, [0] * len(sequences)
     for i, (sequence, verdict) in enumerate(zip(sequences, outcome.verdicts, strict=True)):
         row = first_row + i
         if sequence.finished:  # it ended in the round before, which this one was launched ahead of
@@ -74,14 +79,14 @@ def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool
             sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
             continue
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
-        row_logits = logits[i] if logits is not None else None
-        kept[i] = sequence.commit(_emissions(sequence, outcome.proposals[i], verdict, row_logits, parts.vocab_size))
+        logits = outcome.logits[i] if outcome.logits is not None else None
+        kept[i] = sequence.commit(_emissions(sequence, outcome.proposals[i], verdict, logits, parts.vocab_size))
         slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
-    if parts.captured is not None and logits is None:
+    if parts.captured is not None and outcome.logits is None:
         parts.captured.committed(sequences, outcome)
     if parts.drafter is not None:
         parts.drafter.commit(sequences, outcome.verdicts)
-    return _records(parts, sequences, outcome, kept, behind, perf_counter() - started)
+    return kept
 
 
 def _captured(

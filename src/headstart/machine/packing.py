@@ -95,8 +95,7 @@ def pack(model: nn.Module, *, least_bytes: int = LEAST_BYTES, measure: bool = Tr
     """
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and _packable(m)]
     size = sum(layer.weight.numel() * 4 for layer in layers)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not layers or not least_bytes <= size <= memory // MEMORY_SHARE:
+    if not layers or not least_bytes <= size <= _memory() // MEMORY_SHARE:
         return 0
     with torch.inference_mode(False), torch.no_grad():
         largest = max(layers, key=lambda layer: layer.weight.numel())
@@ -117,6 +116,11 @@ def pack(model: nn.Module, *, least_bytes: int = LEAST_BYTES, measure: bool = Tr
                 layer.packed = _Packed(layer.weight)
                 count += 1
     return count
+
+
+def _memory() -> int:
+    """The machine's memory in bytes; 0 where it cannot be asked."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 def _packable(layer: nn.Linear) -> bool:
