@@ -19,6 +19,8 @@ from ..machine.watch import decoder_layers
 
 __all__ = ["draft_vocabulary", "head_for", "shallow_copy", "watched_layers"]
 
+_FIRST_SPREAD = 2.0
+
 
 def draft_vocabulary(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     """The ``size`` tokens a head may say: ``always`` (end marks), then the most frequent; rising ids.
@@ -79,8 +81,9 @@ def head_for(
     if width == output.shape[1]:
         rows = output.detach()[ids.to(output.device)].float().cpu()
         gain = _last_gain(target, hidden)
-        with torch.no_grad():
-            net.head.copy_(rows * gain if gain is not None else rows)
+        rows = rows * gain if gain is not None else rows
+        with torch.no_grad():  # y has entries of size 1, so before it means anything logits spread by a row's length
+            net.head.copy_(rows * (_FIRST_SPREAD / rows.norm(dim=1).mean()))
     return net
 
 
