@@ -29,7 +29,7 @@ from headstart.machine.fused import model as fused_model
 from headstart.machine.fused.kernels_attention import attend
 from headstart.machine.fused.lower import lower
 from headstart.machine.fused.model import FusedModel
-from headstart.machine.fused.plan import Tile, attention_tile, tile
+from headstart.machine.fused.plan import AttentionTile, Tile, tile
 
 SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
 SIZES = {"8b": SHAPES["llama-3-8b"], "135m": SMOL, "32b": SHAPES["qwen2.5-32b"]}
@@ -156,7 +156,16 @@ def bandwidth() -> dict[str, float]:
 def matmul() -> dict[str, Any]:
     """Each product against cuBLAS and against the time its weights need."""
     found: dict[str, Any] = {}
-    columns = ("floor", "cublas1", "ours1", "plain1", "cublas9", "ours9", "ours32")  # plain: without overlap
+    columns = (
+        "floor",
+        "cublas1",
+        "ours1",
+        "plain1",
+        "cublas9",
+        "ours9",
+        "cublas32",
+        "ours32",
+    )  # plain: without overlap
     say(f"{'us a launch':>16} " + " ".join(f"{c:>8}" for c in columns))
     for size in ("8b", "135m"):
         for kind in matrices(size):
@@ -165,8 +174,7 @@ def matmul() -> dict[str, Any]:
                 chain = Chain(size, kind, rows)
                 line["floor"] = chain.bytes / BANDWIDTH * 1e6
                 t = plan_of(size, kind, rows)
-                if rows < 32:
-                    line[f"cublas{rows}"] = seconds(chain.library) / len(chain.weights) * 1e6
+                line[f"cublas{rows}"] = seconds(chain.library) / len(chain.weights) * 1e6
                 line[f"ours{rows}"] = chain.time(t) * 1e6
                 if rows == 1:
                     line["plain1"] = chain.time(t, pdl=False) * 1e6
@@ -177,31 +185,45 @@ def matmul() -> dict[str, Any]:
 
 
 BIG = [
-    Tile(16, 256, 4, 4, 4, 2048),
-    Tile(16, 256, 4, 4, 6, 2048),
-    Tile(16, 256, 8, 8, 6, 2048),
-    Tile(16, 512, 8, 8, 4, 2048),
-    Tile(16, 512, 4, 4, 3, 2048),
-    Tile(16, 128, 2, 2, 8, 2048),
-    Tile(32, 256, 4, 4, 4, 2048),
-    Tile(32, 256, 8, 8, 4, 2048),
-    Tile(32, 128, 4, 4, 6, 2048),
-    Tile(16, 256, 4, 4, 4, 0),
-    Tile(16, 256, 4, 4, 4, 4096),
-    Tile(16, 256, 4, 4, 4, 8192),
+    Tile(*numbers)
+    for numbers in (
+        (16, 256, 4, 4, 4, 0),
+        (16, 256, 4, 4, 6, 0),
+        (16, 512, 4, 4, 3, 0),
+        (32, 256, 4, 4, 3, 0),
+        (32, 256, 4, 4, 4, 0),
+        (32, 128, 2, 2, 6, 0),
+        (16, 256, 2, 2, 6, 0),
+        (16, 512, 8, 8, 3, 0),
+        (16, 256, 1, 4, 4, 0),
+        (32, 128, 1, 4, 6, 0),
+        (32, 256, 1, 4, 4, 0),
+        (64, 128, 1, 4, 4, 0),
+        (64, 64, 1, 4, 8, 0),
+        (32, 256, 1, 8, 4, 0),
+        (64, 128, 1, 8, 4, 0),
+        (16, 256, 4, 4, 4, 1024),
+        (16, 256, 4, 4, 4, 4096),
+        (32, 256, 4, 4, 4, 1024),
+        (32, 256, 4, 4, 4, 4096),
+    )
 ]
 TINY = [
-    Tile(rows, 0, 0, warps, 1, 0)
-    for rows, warps in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8))
+    Tile(rows, 0, 0, warps, 1, 0) for rows, warps in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))
 ]
 HEAD = [
-    Tile(16, 1024, 4, 4, 1, 0),
-    Tile(32, 1024, 8, 8, 1, 0),
-    Tile(32, 64, 4, 4, 8, 1152),
-    Tile(64, 64, 4, 4, 8, 1152),
-    Tile(16, 1024, 0, 4, 1, 0),
-    Tile(8, 1024, 0, 4, 1, 0),
-    Tile(32, 128, 4, 4, 5, 1152),
+    Tile(*numbers)
+    for numbers in (
+        (16, 1024, 4, 4, 1, 0),
+        (32, 64, 1, 4, 8, 0),
+        (64, 64, 1, 4, 8, 0),
+        (32, 128, 2, 4, 5, 0),
+        (8, 1024, 0, 4, 1, 0),
+        (8, 1024, 0, 2, 1, 0),
+        (4, 1024, 0, 2, 1, 0),
+        (4, 1024, 0, 1, 1, 0),
+        (16, 1024, 0, 8, 1, 0),
+    )
 ]
 
 
@@ -213,7 +235,7 @@ def candidates(size: str, kind: str, rows: int) -> list[Tile]:
         deep = 1024 if k < 1024 else 2048
         if rows == 1:
             return [dataclasses.replace(t, depth=deep) for t in TINY]
-        return [Tile(16, deep, w, w, 1, 0) for w in (4, 8)]
+        return [Tile(16, deep, w, w, 1, 0) for w in (4, 8)] + [Tile(16, 128, 2, 2, 5, 0), Tile(16, 64, 1, 4, 9, 0)]
     return BIG
 
 
@@ -235,7 +257,9 @@ def compile_jobs(jobs: list[Job]) -> None:
             else:
                 size, rows, width, context = arguments
                 s = dataclasses.replace(SIZES[size], layers=2)
-                fast = fused.fuse(llama(s, BF16), rows=32, capacity=8448 if size == "8b" else 1152)
+                fast = fused.fuse(
+                    llama(s, BF16), rows=32, capacity=8448 if size == "8b" else 1152, draft=size == "135m"
+                )
                 tokens = torch.zeros(rows, width, device="cuda", dtype=torch.int64)
                 fast.forward(tokens, torch.zeros(rows, device="cuda", dtype=torch.int32), bound=context + 64)
         except Exception as error:
@@ -289,7 +313,24 @@ def sweep() -> dict[str, Any]:
     return found
 
 
-ATTENTION = {"8b": ((512, 64, 4, 3), (1024, 64, 4, 3), (512, 128, 8, 3), (512, 32, 4, 4)), "135m": ((1024, 64, 4, 3),)}
+ATTENTION = {
+    "8b": (
+        (512, 64, 4, 3, 16, 0),
+        (512, 64, 4, 3, 64, 0),
+        (512, 128, 4, 2, 64, 0),
+        (256, 128, 4, 2, 64, 0),
+        (256, 64, 4, 3, 64, 0),
+        (512, 128, 4, 2, 16, 4),
+    ),
+    "135m": (
+        (1024, 64, 4, 3, 16, 0),
+        (1024, 128, 4, 2, 16, 4),
+        (1024, 256, 8, 2, 16, 8),
+        (1024, 256, 4, 2, 16, 4),
+        (512, 128, 4, 3, 16, 4),
+        (256, 256, 8, 1, 16, 8),
+    ),
+}
 
 
 class Attention:
@@ -305,9 +346,9 @@ class Attention:
         self.out = torch.empty_like(self.query)
         self.floor = 4 * rows * context * s.kv_heads * s.head_dim / BANDWIDTH
 
-    def launch(self, chunk: int, keys: int, warps: int, stages: int) -> None:
-        s, splits = self.shape, -(-self.bound // chunk)
-        t = dataclasses.replace(attention_tile(s.head_dim, BF16), chunk=chunk, keys=keys, warps=warps, stages=stages)
+    def launch(self, *numbers: int) -> None:
+        t = AttentionTile(*numbers)
+        s, splits = self.shape, -(-self.bound // t.chunk)
         part = torch.empty(self.query.shape[0], s.heads, splits, s.head_dim, device="cuda")
         stats = torch.empty(self.query.shape[0], s.heads, splits, 2, device="cuda")
         for cache in self.caches:
@@ -327,7 +368,7 @@ ATTENTION_CASES = [
 
 
 def attention() -> dict[str, Any]:
-    """us a layer, by (chunk, keys at a time, warps, stages)."""
+    """us a layer, by the tile's numbers."""
     found: dict[str, Any] = {}
     for case in ATTENTION_CASES:
         chain = Attention(*case)
@@ -437,10 +478,10 @@ STEPS = {"135m": [*CASES, (1, 2, 256), (1, 1, 1000)], "8b": [*CASES, (1, 1, 8192
 
 def steps_small() -> dict[str, Any]:
     model = llama(SMOL, BF16)
-    fast = fused.fuse(model, rows=32, capacity=1152)
+    fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
     found: dict[str, Any] = {"errors": errors(model, fast)}
     model = llama(SMOL, BF16)
-    fast = fused.fuse(model, rows=32, capacity=1152)
+    fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
     found["steps"] = step_times(fast, "135m", STEPS["135m"])
     found["without"] = without(fast, "135m")
     return found

@@ -60,10 +60,11 @@ def generate(arguments: argparse.Namespace, loaded: Any, folder: Path, until: fl
         "length": arguments.length,
         "openers": opened + [[]] * (len(opened) * 2 // 3),
         "temperatures": (0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 1.0, 1.0, 1.0),
-        "longest_turns": (220, 200),
+        "longest_turns": (10, 12) if arguments.toy else (220, 200),
         "vocab_size": loaded.report.tokenizer_size,
     }
     player = SelfPlay(model, chat_marks(tokenizer), **options)
+    folder.mkdir(parents=True, exist_ok=True)
     number = 0
     while number == 0 or time.perf_counter() - STARTED < until:
         started = time.perf_counter()

@@ -76,7 +76,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(hash(name) % 1000)
+    torch.manual_seed(sum(name.encode()))
     config = copy.deepcopy(CONFIGS[name])
     config._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -104,17 +104,22 @@ def draw(count: int, seed: int) -> list[int]:
 class Rig:
     """A model, its fused twin, and rows of known text."""
 
-    def __init__(self, name: str, dtype: torch.dtype, *, rows: int = 3, capacity: int = 160) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype, *, rows: int = 3, capacity: int = 160, draft: bool = False
+    ) -> None:
         self.model = build(name, DEVICE, dtype)
-        self.fused = fused.fuse(self.model, rows=rows, capacity=capacity)
+        self.fused = fused.fuse(self.model, rows=rows, capacity=capacity, draft=draft)
         self.texts = [draw(capacity, row) for row in range(rows)]
-        self.exact = dtype == torch.float32
+        own = [truth(self.model, text) for text in self.texts]
         wide = copy.deepcopy(self.model).float()
         self.want = [truth(wide, text) for text in self.texts]
+        # What the module's own rounding costs is the measure: the fused model may not be worse by half.
+        gaps = [float((a - b).norm() / b.norm()) for a, b in zip(own, self.want, strict=True)]
+        self.limit = max(2e-5, 1.5 * max(gaps))
 
     def small_chunks(self) -> None:
         """Chunks of 64 keys, so that short rows are split and joined as long ones are."""
-        self.fused.attention = dataclasses.replace(self.fused.attention, chunk=64)
+        self.fused.attention = dataclasses.replace(self.fused.attention, chunk=64, keys=64)
 
     def feed(self, starts: list[int], width: int, **options: Any) -> torch.Tensor:
         tokens = torch.tensor([t[s : s + width] for t, s in zip(self.texts, starts, strict=False)], device=DEVICE)
@@ -124,7 +129,7 @@ class Rig:
     def check(self, got: torch.Tensor, want: torch.Tensor) -> None:
         assert got.dtype == torch.float32
         error = float((got - want).norm() / want.norm())
-        assert error < (2e-5 if self.exact else 3e-2), error
+        assert error < self.limit, (error, self.limit)
 
     def check_rows(self, starts: list[int], width: int, **options: Any) -> None:
         logits = self.feed(starts, width, **options)
@@ -145,6 +150,20 @@ def test_every_architecture(name: str, dtype: torch.dtype) -> None:
     rig.check_rows([20, 13, 6], 9)  # 27 tokens, ragged, over keys that were rolled back
     rig.check_rows([25, 22, 15], 1)
     rig.check_rows([26], 5)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["smollm", "llama-no-groups", "mistral", "phi3", "qwen3"])
+def test_drafts(name: str, dtype: torch.dtype) -> None:
+    """The kernels for a draft's steps of one token, alone and in a batch, split and not."""
+    rig = Rig(name, dtype, draft=True)
+    rig.check_rows([0, 0, 0], 70, keep=1)
+    rig.check_rows([70], 1, bound=128)
+    rig.check_rows([71, 33, 64], 1)
+    rig.small_chunks()
+    rig.check_rows([72, 64, 65], 1)
+    rig.check_rows([73], 1)
 
 
 @kernels

@@ -159,6 +159,8 @@ class Trainer:
         """The loss of one batch: all steps of a draft, later ones counting less."""
         s = self.settings
         chosen = _guessed(reading, s.unroll).flatten().nonzero().squeeze(1)  # [M]
+        if not len(chosen):  # no answer in these rows: nothing to learn
+            return sum((w.sum() * 0 for w in self._weights), torch.zeros((), device=self.device))
         heat = reading.batch.temperature.clamp_min(_COOLEST)[:, None].expand(reading.batch.tokens.shape).flatten()
         goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat[chosen])
         total, weights = torch.zeros((), device=self.device), 0.0

@@ -36,7 +36,7 @@ def available() -> str | None:
     return None
 
 
-def fuse(model: PreTrainedModel, *, rows: int, capacity: int) -> FusedModel:
+def fuse(model: PreTrainedModel, *, rows: int, capacity: int, draft: bool = False) -> FusedModel:
     """Lower the model, with its own key-value buffers. Raises ValueError with the reason if it cannot be done."""
     reason = available() or why_not(model)
     if reason is not None:
@@ -45,7 +45,7 @@ def fuse(model: PreTrainedModel, *, rows: int, capacity: int) -> FusedModel:
     from .model import FusedModel
 
     weights = lower(model)
-    return FusedModel(weights, weights.buffers(rows, capacity))
+    return FusedModel(weights, weights.buffers(rows, capacity), draft=draft)
 
 
 def open_runner(

@@ -34,6 +34,32 @@ def _reach(lengths, row, width, last_query, window, TREE: tl.constexpr, WINDOW: 
     return length, low, high
 
 
+@triton.jit
+def _ask_keys(buffer, base, count, D: tl.constexpr, LINES: tl.constexpr):
+    """Ask the first ``count`` keys (or values) at buffer + base into L2, LINES lines of 128 bytes at most."""
+    SIZE: tl.constexpr = buffer.dtype.element_ty.primitive_bitwidth // 8
+    line = tl.arange(0, LINES)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [(buffer + base).to(tl.int64, bitcast=True) + line * 128, (line * (128 // SIZE) < count * D).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Before the wait: the length may be an old one, but a wrong guess only costs a few useless reads."""
+    SPAN: tl.constexpr = 512 if CHUNK > 512 else CHUNK
+    count = tl.minimum(tl.load(lengths + row).to(tl.int32) - start, SPAN)
+    base = ((row * KV + kv).to(tl.int64) * capacity + start) * D
+    LINES: tl.constexpr = SPAN * D * (keys.dtype.element_ty.primitive_bitwidth // 8) // 128
+    _ask_keys(keys, base, count, D, LINES)
+    _ask_keys(values, base, count, D, LINES)
+
+
 @triton.jit(do_not_specialize=["width", "capacity"])
 def _attend_kernel(
     query, keys, values, out, part, stats, lengths, ancestors, depths, width, capacity, window, scale,
@@ -45,11 +71,13 @@ def _attend_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1) // KV
     kv = tl.program_id(1) % KV
+    start = split * CHUNK
+    if PDL:
+        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, CHUNK)
     wait(PDL)
     t = tl.program_id(2) * BQ + tl.arange(0, BQ)  # the tile's queries: token t // G, head t % G of the group
     i = t // G
     length, low, high = _reach(lengths, row, width, (tl.program_id(2) * BQ + BQ - 1) // G, window, TREE, WINDOW)
-    start = split * CHUNK
     if (start < high) & (start + CHUNK > low):
         d = tl.arange(0, DP)
         live = i < width
@@ -105,6 +133,65 @@ def _attend_kernel(
             tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
             tl.store(stats + slot * 2, top, mask=live)
             tl.store(stats + slot * 2 + 1, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _attend_one_kernel(
+    query, keys, values, out, part, stats, lengths, capacity, window, scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    KS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One new token a row, least latency: each of the KS warps takes its own keys, and they meet only at the end."""
+    G: tl.constexpr = HEADS // KV
+    split = tl.program_id(0)
+    row = tl.program_id(1) // KV
+    kv = tl.program_id(1) % KV
+    start = split * CHUNK
+    if PDL:
+        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, CHUNK)
+    wait(PDL)
+    length, low, high = _reach(lengths, row, 1, 0, window, False, WINDOW)
+    if (start < high) & (start + CHUNK > low):
+        d = tl.arange(0, DP)
+        t = tl.arange(0, BQ)
+        inside = (t < G)[:, None] & (d < D)[None, :]
+        head = row * HEADS + kv * G + t
+        q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0)
+        q = tl.broadcast_to(q[None, :, :], (KS, BQ, DP))
+        base = (row * KV + kv).to(tl.int64) * capacity * D
+        top = tl.full([KS, BQ], float("-inf"), tl.float32)
+        total = tl.zeros([KS, BQ], tl.float32)
+        acc = tl.zeros([KS, BQ, DP], tl.float32)
+        for at in tl.range(tl.maximum(start, low // BK * BK), tl.minimum(start + CHUNK, high), BK):
+            j = at + (tl.arange(0, KS) * (BK // KS))[:, None] + tl.arange(0, BK // KS)[None, :]
+            seen = j < high
+            if WINDOW:
+                seen = seen & (length - j < window)
+            spot = base + j[:, :, None] * D + d[None, None, :]
+            read = (j < high)[:, :, None] & (d < D)[None, None, :]
+            k = tl.load(keys + spot, mask=read, other=0.0)
+            s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+            s = tl.where(seen[:, None, :], s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, axis=2))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(s - safe[:, :, None])
+            fade = tl.exp2(top - safe)
+            total = total * fade + tl.sum(p, axis=2)
+            v = tl.load(values + spot, mask=read, other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, :, None], input_precision="ieee")
+            top = new
+        peak = tl.max(top, axis=0)
+        weight = tl.exp2(top - peak[None, :])
+        mass = tl.sum(total * weight, axis=0)
+        mixed = tl.sum(acc * weight[:, :, None], axis=0)
+        if SPLITS == 1:
+            mixed = mixed / mass[:, None]
+            tl.store(out + head[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=inside)
+        else:
+            slot = head.to(tl.int64) * SPLITS + split
+            tl.store(part + slot[:, None] * D + d[None, :], mixed, mask=inside)
+            tl.store(stats + slot * 2, peak, mask=t < G)
+            tl.store(stats + slot * 2 + 1, mass, mask=t < G)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -169,24 +256,31 @@ def attend(
     assert tokens == rows * width
     group = heads // kv
     splits = triton.cdiv(bound, t.chunk) if work is not None else 1
-    tile = min(max(16, power_of_two(group * width)), 64 if d <= 128 else 32)
     common = {
         "HEADS": heads,
         "D": d,
         "DP": power_of_two(d),
-        "TREE": tree is not None,
         "WINDOW": window is not None,
         "SPLITS": splits,
         "PDL": pdl,
     } | ({"launch_pdl": True} if pdl else {})
-    bits, depths = tree if tree is not None else (lengths, lengths)
     part, stats = work if work is not None else (out, out)
-    _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
-        query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, window or 0, scale * _LOG2E,
-        KV=kv, BQ=tile, BK=t.keys, CHUNK=t.chunk if splits > 1 else 1 << 30, num_warps=t.warps, num_stages=t.stages,
-        **common,
-    )  # fmt: skip
+    cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30}
+    cut |= {"num_warps": t.warps, "num_stages": t.stages}
+    if t.slices and width == 1:
+        _attend_one_kernel[(splits, rows * kv)](
+            query, keys, values, out, part, stats, lengths, capacity, window or 0, scale * _LOG2E,
+            BQ=max(16, power_of_two(group)), KS=t.slices, **cut, **common,
+        )  # fmt: skip
+    else:
+        bits, depths = tree if tree is not None else (lengths, lengths)
+        tile = min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
+        _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
+            query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, window or 0,
+            scale * _LOG2E, BQ=tile, TREE=tree is not None, **cut, **common,
+        )  # fmt: skip
     if splits > 1:
         _join_kernel[(tokens, heads)](
-            out, part, stats, lengths, width, window or 0, CHUNK=t.chunk, GROUP=16, num_warps=4, **common
-        )
+            out, part, stats, lengths, width, window or 0, CHUNK=t.chunk, GROUP=16, TREE=tree is not None,
+            num_warps=4, **common,
+        )  # fmt: skip

@@ -43,15 +43,16 @@ def askers(HB: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _channels(k, BK: tl.constexpr, KS: tl.constexpr):
-    """Channels k .. k + BK as [KS, BK / KS]: slices of 16 are dealt to the KS warps in turn."""
+    """Channels k .. k + BK as [KS, BK / KS]: runs of 64 (a whole line of memory) are dealt to the KS warps in turn."""
+    RUN: tl.constexpr = 64 if BK // KS > 64 else BK // KS
     j = tl.arange(0, BK // KS)
-    return k + (j // 16 * (16 * KS) + j % 16)[None, :] + (tl.arange(0, KS) * 16)[:, None]
+    return k + (j // RUN * (RUN * KS) + j % RUN)[None, :] + (tl.arange(0, KS) * RUN)[:, None]
 
 
 @triton.jit
 def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
-    """W[row, k : k + BK] as [KS, HB, BK / KS], or [HB, BK] if KS is 0."""
-    if KS == 0:
+    """W[row, k : k + BK] as [KS, HB, BK / KS], or [HB, BK] if there are no slices."""
+    if KS <= 1:
         at = (k + tl.arange(0, BK))[None, :]
         pointers = w + row.to(tl.int64)[:, None] * K + at
     else:
@@ -66,8 +67,8 @@ def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
 
 @triton.jit
 def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
-    """x[m, k : k + BK] as [KS, BK / KS, BM], or [BM, BK] if KS is 0; rows past M are zero."""
-    if KS == 0:
+    """x[m, k : k + BK] turned, [KS, BK / KS, BM] or [BK, BM]; for one row (KS 0) as it is. Rows past M are zero."""
+    if KS <= 1:
         at = (k + tl.arange(0, BK))[None, :]
         row = m[:, None]
     else:
@@ -77,8 +78,10 @@ def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
     if K % BK != 0:
         mask = mask & (at < K)
     tile = tl.load(x + row * K + at, mask=mask, other=0.0)
-    if KS > 0:
+    if KS > 1:
         tile = tl.permute(tile, (0, 2, 1))
+    if KS == 1:
+        tile = tl.trans(tile)
     return tile
 
 
@@ -128,10 +131,10 @@ def product(
     KS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Sums [HB, BM] of rows row_a and, for pairs, of row_b. wa and wb are what ``early`` loaded."""
-    if KS == 0:
-        acc_a = tl.zeros([HB, BM], tl.float32)
-    else:
+    if KS > 1:
         acc_a = tl.zeros([KS, HB, BM], tl.float32)
+    else:
+        acc_a = tl.zeros([HB, BM], tl.float32)
     acc_b = acc_a
     if BK >= K:
         xt = _inputs(x, m, M, 0, K, BK, KS)
@@ -144,7 +147,7 @@ def product(
             acc_a = _multiply(_weights(w, row_a, k, K, BK, KS), xt, acc_a, KS)
             if PAIR:
                 acc_b = _multiply(_weights(w, row_b, k, K, BK, KS), xt, acc_b, KS)
-    if KS > 0:
+    if KS > 1:
         acc_a = tl.sum(acc_a, axis=0)
         if PAIR:
             acc_b = tl.sum(acc_b, axis=0)

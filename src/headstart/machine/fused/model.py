@@ -73,19 +73,24 @@ class _Step:
 class FusedModel:
     """Runs a lowered model over key-value buffers [rows, kv_heads, capacity, head_dim], one pair a layer."""
 
-    def __init__(self, weights: Weights, cache: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, weights: Weights, cache: Sequence[tuple[Tensor, Tensor]], *, draft: bool = False) -> None:
+        """``draft``: steps of one token may be rounded otherwise than wider ones, which makes small models faster.
+
+        Without it a token's logits are the same to the bit in any step of up to 16 tokens, so that speculative and
+        plain decoding of a target agree exactly. Nothing depends on a draft's last bit.
+        """
         self.weights = w = weights
         self.cache = list(cache)
         self.capacity = self.cache[0][0].shape[2]
         if len(self.cache) != len(w.layers):
             raise ValueError(f"{len(self.cache)} layers of cache for {len(w.layers)} layers")
         self.rotary = w.rotary_table(self.capacity)
-        self.attention = attention_tile(w.head_dim, w.dtype)
+        self.attention = attention_tile(w.head_dim, w.dtype, draft=draft)
         self.overlap = supports_overlap(w.device)
-        self._tiles = {alone: self._plan(alone) for alone in (False, True)}
+        self._tiles = {alone: self._plan(alone and draft) for alone in (False, True)}
 
     def _plan(self, alone: bool) -> dict[str, Tile]:
-        """The tile of each matrix; ``alone``: when a step has one token."""
+        """The tile of each matrix; ``alone``: for a draft's steps of one token."""
         w, layer = self.weights, self.weights.layers[0]
         matrices = {
             "qkv": (layer.qkv, layer.q_norm is None),

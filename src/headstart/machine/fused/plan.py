@@ -35,20 +35,24 @@ class Tile:
 def tile(outputs: int, inputs: int, *, pair: bool, dtype: torch.dtype, alone: bool = False) -> Tile:
     """The tile for a matrix [outputs, inputs]. ``pair``: the kernel takes rows in two halves (rotary, gate and up).
 
-    ``alone``: for one token in the whole step. Only small matrices (drafts) then take another tile.
+    ``alone``: for a draft's step of one token, where latency is all and sums need not be those of a wider step.
     """
-    small = inputs <= 2048 and outputs * inputs <= 1 << 22  # latency is all
-    if small and alone:
-        found = Tile(rows=8, depth=power_of_two(inputs), slices=0, warps=4, stages=1, prefetch=0)
-    elif small:
+    if alone and inputs <= 2048 and dtype != torch.float32:
+        depth = power_of_two(inputs)
+        if outputs * inputs > 1 << 23:
+            return Tile(rows=8, depth=depth, slices=0, warps=4, stages=1, prefetch=0)
+        if pair and outputs >= 2048:
+            return Tile(rows=8, depth=depth, slices=0, warps=2, stages=1, prefetch=0)
+        return Tile(rows=4, depth=depth, slices=0, warps=4 if inputs < 1024 and not pair else 1, stages=1, prefetch=0)
+    if inputs <= 2048 and outputs * inputs <= 1 << 22:
         warps = 8 if inputs > 1024 else 4
         found = Tile(rows=16, depth=power_of_two(inputs), slices=warps, warps=warps, stages=1, prefetch=0)
     elif pair or outputs < 8192:
-        found = Tile(rows=16, depth=256, slices=4, warps=4, stages=4, prefetch=2048)
+        found = Tile(rows=16, depth=256, slices=4, warps=4, stages=4, prefetch=0)
     else:
-        found = Tile(rows=32, depth=256, slices=4, warps=4, stages=4, prefetch=1024)
-    if dtype == torch.float32 and found.slices:  # for exactness, not for speed: fewer channels, so that tiles fit
-        found = replace(found, depth=64, slices=found.warps if found.warps <= 4 else 4, stages=2)
+        found = Tile(rows=32, depth=256, slices=4, warps=4, stages=4, prefetch=0)
+    if dtype == torch.float32:  # for exactness, not for speed: fewer channels, so that tiles fit
+        found = replace(found, depth=64, slices=4, warps=4, stages=2)
     return found
 
 
@@ -60,11 +64,15 @@ class AttentionTile:
     keys: int  # of these at a time
     warps: int
     stages: int
+    queries: int  # fewest queries (tokens x heads of a group) in a tile
+    slices: int  # for a step of one token a row: warps that take different keys; 0: as in any other step
 
 
-def attention_tile(head_dim: int, dtype: torch.dtype) -> AttentionTile:
-    """The tile for heads of this width."""
+def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) -> AttentionTile:
+    """The tile for heads of this width. ``draft``: latency is all, and one token's sums need not be a wider step's."""
     chunk = 1024 if head_dim <= 64 else 512
     if dtype == torch.float32:
-        return AttentionTile(chunk, keys=32, warps=4, stages=2)
-    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2)
+        return AttentionTile(chunk, keys=64, warps=4, stages=2, queries=16, slices=4 if draft else 0)
+    if draft:
+        return AttentionTile(chunk, keys=128, warps=4, stages=2, queries=16, slices=4)
+    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=16, slices=0)
