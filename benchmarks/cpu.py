@@ -160,6 +160,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     loaded = load(embedded_folder())
     target, tokenizer = loaded.model, loaded.tokenizer
+    theirs = load(embedded_folder()).model  # a copy of its own: neither side may profit from what the other did
     encoded = {
         kind: [
             tokenizer.apply_chat_template(
@@ -181,10 +182,10 @@ def main() -> None:
 
     if "plain" in arguments.parts:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=1)
-        add("plain", llm, "headstart plain", ("HF generate", hugging_face(target)), arguments.tokens)
+        add("plain", llm, "headstart plain", ("HF generate", hugging_face(theirs)), arguments.tokens)
     if "lookup" in arguments.parts:
         llm = LLM(target, "lookup", tokenizer=tokenizer, max_rows=1)
-        peer = hugging_face(target, prompt_lookup_num_tokens=10)
+        peer = hugging_face(theirs, prompt_lookup_num_tokens=10)
         add("lookup", llm, "headstart lookup", ("HF prompt lookup (10)", peer), arguments.tokens)
     if "batch" in arguments.parts:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=8)

@@ -36,6 +36,7 @@ SIZES = {"8b": SHAPES["llama-3-8b"], "135m": SMOL, "32b": SHAPES["qwen2.5-32b"]}
 VOCAB = 49152
 BF16 = torch.bfloat16
 RESULT: dict[str, Any] = {}
+MODES = SWEEP = False
 BANDWIDTH = 4.18e12  # bytes a second; replaced by what ``bandwidth`` measures
 
 
@@ -254,6 +255,17 @@ def compile_jobs(jobs: list[Job]) -> None:
                 chain = Attention(*what)
                 chain.caches = chain.caches[:1]
                 chain.launch(*config)
+            elif kind == "mode":
+                shape = dataclasses.replace(SIZES["8b"], layers=1)
+                fast = fused.fuse(llama(shape, BF16), rows=32, capacity=1152)
+                tiles, fast.overlap, ahead = arguments
+                plan = {k: dataclasses.replace(Tile(*t), prefetch=ahead) for k, t in tiles.items()}
+                fast._tiles = {True: plan, False: plan}
+                fast.forward(
+                    torch.zeros(1, 1, device="cuda", dtype=torch.int64),
+                    torch.zeros(1, device="cuda", dtype=torch.int32),
+                    bound=320,
+                )
             else:
                 size, rows, width, context = arguments
                 s = dataclasses.replace(SIZES[size], layers=2)
@@ -274,7 +286,7 @@ SWEPT = [
 
 def warm() -> dict[str, Any]:
     """Compile everything the other parts need, on all cores."""
-    jobs: list[Job] = [("chain", (*w, t)) for w in SWEPT for t in candidates(*w)]
+    jobs: list[Job] = [("chain", (*w, t)) for w in SWEPT for t in candidates(*w)] if SWEEP else []
     jobs += [
         ("chain", (size, kind, rows, plan_of(size, kind, rows)))
         for size in ("8b", "135m")
@@ -283,6 +295,12 @@ def warm() -> dict[str, Any]:
     ]
     jobs += [("attention", (*case, config)) for case in ATTENTION_CASES for config in ATTENTION[case[0]]]
     jobs += [("step", (size, *case)) for size, cases in STEPS.items() for case in cases]
+    if MODES:
+        jobs += [
+            ("mode", (tiles, overlap, ahead))
+            for tiles in MIXES.values()
+            for overlap, ahead in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 1024), (3, 1024), (3, 4096))
+        ]
     processes = 15
     context = torch.multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_jobs, args=(jobs[i::processes],)) for i in range(processes)]
@@ -438,9 +456,10 @@ def without(model: FusedModel, name: str) -> dict[str, float]:
         setattr(fused_model, part, lambda *a, **k: None)
         found[part] = (whole - seconds(step)) * 1e6 / (1 if part == "matmul" else len(model.weights.layers))
         setattr(fused_model, part, real)
-    model.overlap = False
-    found["no overlap"] = seconds(step) * 1e6
-    model.overlap = True
+    kept = model.overlap
+    for model.overlap in range(4):
+        found[f"overlap {model.overlap}"] = seconds(step) * 1e6
+    model.overlap = kept
     say(f"{name}: " + "  ".join(f"{k}: {v:.2f} us" for k, v in found.items()))
     return found
 
@@ -500,12 +519,65 @@ def steps_big() -> dict[str, Any]:
     size = fast.weights.step_bytes / 1e9
     say(f"grown in {found['grow_s']:.1f} s, lowered in {found['lower_s']:.1f} s, {size:.2f} GB a step")
     found["steps"] = step_times(fast, "8b", STEPS["8b"])
-    found["without"] = without(fast, "8b")
     found["errors"] = errors(model, fast)
     return found
 
 
+MIXES: dict[str, dict[str, tuple[int, ...]]] = {
+    "a": dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (16, 256, 4, 4, 4, 0)),
+    "b": dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (16, 512, 4, 4, 3, 0)),
+    "c": {
+        "qkv": (64, 128, 1, 4, 4, 0),
+        "o": (16, 256, 4, 4, 6, 0),
+        "gate_up": (64, 128, 1, 4, 4, 0),
+        "down": (16, 256, 4, 4, 6, 0),
+        "head": (64, 64, 1, 4, 8, 0),
+    },
+    "d": {
+        "qkv": (16, 512, 4, 4, 3, 0),
+        "o": (32, 128, 2, 2, 6, 0),
+        "gate_up": (64, 64, 1, 4, 8, 0),
+        "down": (32, 256, 4, 4, 4, 0),
+        "head": (32, 128, 2, 2, 6, 0),
+    },
+    "e": {
+        "qkv": (32, 256, 4, 4, 4, 0),
+        "o": (64, 64, 1, 4, 8, 0),
+        "gate_up": (32, 128, 2, 2, 6, 0),
+        "down": (32, 256, 4, 4, 6, 0),
+        "head": (32, 256, 4, 4, 4, 0),
+    },
+}
+
+
+def modes() -> dict[str, Any]:
+    """A whole 8B step under different tiles, prefetches and starts of the next kernel."""
+    shape = dataclasses.replace(SIZES["8b"], layers=16)
+    fast = fused.fuse(llama(shape, BF16), rows=32, capacity=1152)
+    found: dict[str, Any] = {}
+    for mix, tiles in MIXES.items():
+        for overlap, ahead in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 1024), (3, 1024), (3, 4096)):
+            fast.overlap = overlap
+            plan = {k: dataclasses.replace(Tile(*t), prefetch=ahead) for k, t in tiles.items()}
+            fast._tiles = {True: plan, False: plan}
+            line = []
+            for rows, width in ((1, 1), (1, 9)):
+                tokens = torch.randint(0, VOCAB, (rows, width), device="cuda")
+                lengths = torch.full((rows,), 256, device="cuda", dtype=torch.int32)
+                try:
+                    us = seconds(lambda: fast.forward(tokens, lengths, bound=320), replays=9) * 1e6  # noqa: B023
+                except Exception as error:
+                    say(str(error)[:100])
+                    us = float("nan")
+                line.append(us)
+            found[f"{mix} {overlap} {ahead}"] = line
+            floor = fast.weights.step_bytes / BANDWIDTH * 1e6
+            say(f"{mix} overlap {overlap} ahead {ahead}: {line[0]:.0f} {line[1]:.0f} us, floor {floor:.0f}")
+    return found
+
+
 PARTS = {
+    "modes": modes,
     "warm": warm,
     "bandwidth": bandwidth,
     "matmul": matmul,
@@ -521,6 +593,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--only", default="warm,bandwidth,matmul,attention,steps_small,steps_big")
     options = parser.parse_args()
+    global MODES, SWEEP
+    MODES, SWEEP = "modes" in options.only, "sweep" in options.only
     for name in options.only.split(","):
         started = time.time()
         say(f"== {name}")

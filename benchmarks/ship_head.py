@@ -18,13 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headstart.distill.openers import OPENERS
 from headstart.distill.selfplay import SelfPlay, chat_marks
 from headstart.distill.shapes import draft_vocabulary, head_for, shallow_copy
-from headstart.distill.shards import Corpus, Story, write_shard
+from headstart.distill.shards import Corpus, Story, read_shard, write_shard
 from headstart.distill.students import HeadStudent, ModelStudent, Student, Teacher
 from headstart.distill.train import Mark, Trainer, TrainSettings
 from headstart.machine.loading import load
@@ -64,11 +65,19 @@ def generate(arguments: argparse.Namespace, loaded: Any, folder: Path, until: fl
         "vocab_size": loaded.report.tokenizer_size,
     }
     player = SelfPlay(model, chat_marks(tokenizer), **options)
+    spare = options | {"lowered": False}
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     while number == 0 or time.perf_counter() - STARTED < until:
         started = time.perf_counter()
-        stories = player.play(derive(arguments.seed, number + 1))
+        try:
+            stories = player.play(derive(arguments.seed, number + 1))
+        except Exception as error:
+            if not player.captures:
+                raise
+            say(f"the fused kernels failed ({type(error).__name__}: {str(error)[:300]}): plain modules instead")
+            player = SelfPlay(model, chat_marks(tokenizer), **spare)
+            continue
         took = time.perf_counter() - started
         if number == 0:
             right = agreement(model, stories, device)
@@ -76,7 +85,7 @@ def generate(arguments: argparse.Namespace, loaded: Any, folder: Path, until: fl
             say(f"{kind} self-play: {right:.2%} of greedy tokens are the modules' own argmax")
             if right < 0.97 and player.captures:
                 say("the fused kernels are not to be trusted here: plain modules instead")
-                player = SelfPlay(model, chat_marks(tokenizer), **options | {"lowered": False})
+                player = SelfPlay(model, chat_marks(tokenizer), **spare)
                 continue
         write_shard(folder, number, stories)
         number += 1
@@ -150,9 +159,23 @@ def put_away(student: HeadStudent, out: Path, log: dict[str, Any]) -> None:
     folder.rmdir()
 
 
+def keep_sample(folder: Path, out: Path) -> None:
+    """Some of the text comes back too, for looking at it."""
+    stories = read_shard(folder, 0)
+    some = stories[: PART // (3 * len(stories[0].tokens))]
+    np.savez(
+        out / "sample.npz",
+        tokens=np.stack([story.tokens for story in some]).astype(np.uint16),
+        answer=np.packbits(np.stack([story.answer for story in some]), axis=1),
+        temperature=np.array([story.temperature for story in some], dtype=np.float32),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", help="the target")
+    parser.add_argument("--tokenizer", help="a folder, if the target has none")
+    parser.add_argument("--random", help="instead of a target: its config's folder, for a dry run with random weights")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=Path("/tmp/headstart-data"))
     parser.add_argument("--seconds", type=float, default=570)
@@ -172,11 +195,18 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     arguments.out.mkdir(parents=True, exist_ok=True)
     cuda = torch.cuda.is_available()
-    loaded = load(arguments.model, dtype=torch.bfloat16 if cuda else torch.float32)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    if arguments.random:
+        with torch.device("cuda" if cuda else "cpu"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.random), dtype=dtype)
+        loaded = load(model, tokenizer=arguments.random)
+    else:
+        loaded = load(arguments.model, tokenizer=arguments.tokenizer, dtype=dtype)
     say(f"{loaded.report.architecture}, {loaded.report.parameters / 1e6:.0f}M weights, {loaded.report.device}")
     device = next(loaded.model.parameters()).device
     generate(arguments, loaded, arguments.data, arguments.seconds * arguments.generate)
     corpus = Corpus(arguments.data, arguments.length)
+    keep_sample(arguments.data, arguments.out)
 
     counts = corpus.counts(loaded.report.vocab_size)
     shares = counts.sort(descending=True).values.cumsum(0) / counts.sum()

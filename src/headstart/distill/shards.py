@@ -132,6 +132,13 @@ class Corpus:
         """How many tokens there are to train on."""
         return int(np.minimum(self._lengths[self.training], self.length).sum())
 
+    def question(self, index: int) -> list[int]:
+        """A sequence up to where its first answer begins."""
+        start = int(self._starts[index])
+        answer = self._answer[start : start + int(self._lengths[index])]
+        first = int(answer.argmax()) if answer.any() else len(answer)
+        return [int(token) for token in self._tokens[start : start + first]]
+
     def counts(self, size: int) -> torch.Tensor:
         """[size] how often each token occurs in answers."""
         return torch.from_numpy(np.bincount(self._tokens[self._answer > 0], minlength=size))
@@ -160,6 +167,6 @@ class Corpus:
             answer[row, :n] = self._answer[start : start + n]
         return Batch(
             torch.from_numpy(tokens).to(device, non_blocking=True),
-            torch.from_numpy(answer).to(device, non_blocking=True),
+            torch.from_numpy(answer),
             torch.from_numpy(self._heat[list(chosen)]).to(device),
         )

@@ -9,6 +9,7 @@ to the right, and sees true slots only up to where its draft began. So it meets 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Batch:
     """Rows of the target's own text."""
 
     tokens: Tensor  # [B, T] int64, short rows padded at the end
-    answer: Tensor  # [B, T] bool: the target wrote this token as (part of) an answer
+    answer: Tensor  # [B, T] bool, on the CPU: the target wrote this token as (part of) an answer
     temperature: Tensor  # [B] it was served at; 0 is greedy
 
 
@@ -122,6 +123,10 @@ class HeadStudent:
 
     def logits(self, states: Tensor) -> Tensor:
         return self.net.logits(states)
+
+    def frozen(self) -> HeadNet:
+        """A copy as it is now, to draft with."""
+        return copy.deepcopy(self.net).eval().requires_grad_(False)
 
     def save(self, folder: Path) -> None:
         save_head(self.net, folder, self._about, torch.bfloat16)

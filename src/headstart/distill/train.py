@@ -158,7 +158,7 @@ class Trainer:
     def loss(self, reading: Reading) -> Tensor:
         """The loss of one batch: all steps of a draft, later ones counting less."""
         s = self.settings
-        chosen = _guessed(reading, s.unroll).flatten().nonzero().squeeze(1)  # [M]
+        chosen = _where(_guessed(reading, s.unroll), self.device)  # [M]
         if not len(chosen):  # no answer in these rows: nothing to learn
             return sum((w.sum() * 0 for w in self._weights), torch.zeros((), device=self.device))
         heat = reading.batch.temperature.clamp_min(_COOLEST)[:, None].expand(reading.batch.tokens.shape).flatten()
@@ -197,7 +197,7 @@ class Trainer:
         """Sums of A_1 .. A_K over all drafts of a batch, and their number: [sampled and greedy, K + 1]."""
         s, shape = self.settings, reading.batch.tokens.shape
         guessed = _guessed(reading, 0)
-        chosen = guessed.flatten().nonzero().squeeze(1)
+        chosen = _where(guessed, self.device)
         heat = torch.ones(len(chosen), device=self.device)
         goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat)
         rates = torch.zeros(2, s.unroll, shape.numel(), device=self.device)
@@ -209,6 +209,7 @@ class Trainer:
         for ahead in range(1, s.unroll):
             start[:, : shape[1] - ahead] &= guessed[:, ahead:]
             start[:, shape[1] - ahead :] = False
+        start = start.to(self.device)
         return torch.stack([draft_tau(kind.view(s.unroll, *shape), start).double() for kind in rates])
 
     # -- checkpoints
@@ -257,8 +258,13 @@ class Trainer:
                 }
 
 
+def _where(mask: Tensor, device: torch.device) -> Tensor:
+    """Flat places [M] of a mask that lies on the CPU: found there, so that nobody waits for the device."""
+    return mask.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+
+
 def _guessed(reading: Reading, least: int) -> Tensor:
-    """[B, T] bool: slots whose next token belongs to an answer, from slot ``least`` on."""
+    """[B, T] bool, on the CPU: slots whose next token belongs to an answer, from slot ``least`` on."""
     answer = reading.batch.answer
     found = torch.zeros_like(answer)
     found[:, :-1] = answer[:, 1:]

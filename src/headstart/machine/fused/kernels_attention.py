@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import wait
+from .kernels_blocks import done, wait
 from .plan import AttentionTile, power_of_two
 
 __all__ = ["attend"]
@@ -50,12 +50,15 @@ def _ask_keys(buffer, base, count, D: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr):
+def _ask_chunk(
+    keys, values, lengths, row, kv, start, capacity, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """Before the wait: the length may be an old one, but a wrong guess only costs a few useless reads."""
     SPAN: tl.constexpr = 512 if CHUNK > 512 else CHUNK
     count = tl.minimum(tl.load(lengths + row).to(tl.int32) - start, SPAN)
     base = ((row * KV + kv).to(tl.int64) * capacity + start) * D
-    LINES: tl.constexpr = SPAN * D * (keys.dtype.element_ty.primitive_bitwidth // 8) // 128
+    LINES: tl.constexpr = SPAN * DP * (keys.dtype.element_ty.primitive_bitwidth // 8) // 128
     _ask_keys(keys, base, count, D, LINES)
     _ask_keys(values, base, count, D, LINES)
 
@@ -73,7 +76,7 @@ def _attend_kernel(
     kv = tl.program_id(1) % KV
     start = split * CHUNK
     if PDL:
-        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, CHUNK)
+        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, DP, CHUNK)
     wait(PDL)
     t = tl.program_id(2) * BQ + tl.arange(0, BQ)  # the tile's queries: token t // G, head t % G of the group
     i = t // G
@@ -126,6 +129,7 @@ def _attend_kernel(
             v = tl.load(values + spot, mask=read, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
             top = new
+        done(PDL)
         if SPLITS == 1:
             tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
@@ -148,7 +152,7 @@ def _attend_one_kernel(
     kv = tl.program_id(1) % KV
     start = split * CHUNK
     if PDL:
-        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, CHUNK)
+        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, DP, CHUNK)
     wait(PDL)
     length, low, high = _reach(lengths, row, 1, 0, window, False, WINDOW)
     if (start < high) & (start + CHUNK > low):
@@ -180,6 +184,7 @@ def _attend_one_kernel(
             v = tl.load(values + spot, mask=read, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, :, None], input_precision="ieee")
             top = new
+        done(PDL)
         peak = tl.max(top, axis=0)
         weight = tl.exp2(top - peak[None, :])
         mass = tl.sum(total * weight, axis=0)
@@ -226,6 +231,7 @@ def _join_kernel(
         acc = acc * fade + tl.sum(values * weight[:, None], axis=0)
         total = total * fade + tl.sum(mass * weight, axis=0)
         top = new
+    done(PDL)
     tl.store(out + (token * HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
 
 
@@ -242,7 +248,7 @@ def attend(
     t: AttentionTile,
     bound: int,
     work: tuple[Tensor, Tensor] | None,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """out [R * width, heads, D] = attention of ``query`` (same shape) over each row's keys up to its own.
 

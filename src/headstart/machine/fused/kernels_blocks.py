@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["askers", "early", "inverse_rms", "pair", "product", "square_parts", "wait"]
+__all__ = ["askers", "done", "early", "inverse_rms", "pair", "product", "square_parts", "wait"]
 
 
 @triton.jit
@@ -97,10 +97,23 @@ def _multiply(weights, inputs, acc, KS: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Let the next kernel start, and wait until the one before has written everything."""
-    if PDL:
+    """Wait until the kernel before has written everything.
+
+    PDL says when the next kernel may start: 0 when this one has ended, 1 at once, 2 after the wait, 3 at ``done``.
+    """
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl.extra.cuda.gdc_wait()
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def done(PDL: tl.constexpr):
+    """The long part is over: let the next kernel start."""
+    if PDL == 3:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

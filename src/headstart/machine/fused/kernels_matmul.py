@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import askers, early, inverse_rms, pair, product, square_parts, wait
+from .kernels_blocks import askers, done, early, inverse_rms, pair, product, square_parts, wait
 from .plan import Tile, power_of_two
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
@@ -47,6 +47,7 @@ def _matmul_kernel(
     if NORM:
         parts = square_parts(squares, m, M, PARTS, PARTS_2)
     acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    done(PDL)
     if NORM:
         acc = acc * inverse_rms(parts, eps, K)
     if BIAS:
@@ -73,6 +74,7 @@ def _residual_kernel(
     wait(PDL)
     old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    done(PDL)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
     value = (old + acc).to(residual.dtype.element_ty)
@@ -97,6 +99,7 @@ def _swiglu_kernel(
     wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
     gate, up = product(x, w, wa, wb, row, row + F, m, M, K, BK, HB, BM, KS, True)
+    done(PDL)
     scale = inverse_rms(parts, eps, K)
     gate = gate * scale
     value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
@@ -134,6 +137,7 @@ def _rotary_kernel(
     c = tl.load(cos + turn, mask=turns[None, :], other=1.0)
     s = tl.load(sin + turn, mask=turns[None, :], other=0.0)
     a, b = product(x, w, wa, wb, ra, rb, m, M, K, BK, HB, BM, KS, True)
+    done(PDL)
     scale = inverse_rms(parts, eps, K)
     a, b = a * scale, b * scale
     if BIAS:
@@ -162,10 +166,10 @@ def _rotary_kernel(
 
 def skinny_rows(rows: int) -> int:
     """The padded row count of the kernels, or 0 if there are too many rows for them."""
-    return 0 if rows > 32 else max(power_of_two(rows), 8)
+    return 0 if rows > 32 else 16 if rows <= 16 else 32
 
 
-def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: bool) -> dict[str, object]:
+def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: int) -> dict[str, object]:
     bytes_a_row = min(t.prefetch, inputs * weights.element_size())
     assert t.slices or rows == 1
     options = {
@@ -188,7 +192,7 @@ def _parts(squares: Tensor | None) -> dict[str, int]:
 
 
 def matmul(
-    x: Tensor, w: Tensor, out: Tensor, t: Tile, *, bias: Tensor | None, squares: Tensor | None, eps: float, pdl: bool
+    x: Tensor, w: Tensor, out: Tensor, t: Tile, *, bias: Tensor | None, squares: Tensor | None, eps: float, pdl: int
 ) -> None:
     """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
     rows, inputs = x.shape
@@ -208,7 +212,7 @@ def matmul_residual(
     *,
     bias: Tensor | None,
     squares: Tensor,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """residual [M, N] += x W^T + bias; scaled = residual * gain; squares [M, programs] = parts of sum(residual^2)."""
     rows, inputs = x.shape
@@ -220,7 +224,7 @@ def matmul_residual(
     )  # fmt: skip
 
 
-def matmul_swiglu(x: Tensor, w: Tensor, out: Tensor, t: Tile, *, squares: Tensor, eps: float, pdl: bool) -> None:
+def matmul_swiglu(x: Tensor, w: Tensor, out: Tensor, t: Tile, *, squares: Tensor, eps: float, pdl: int) -> None:
     """out [M, F] = silu(gate) * up, with [gate; up] = norm(x) W^T and W [2F, K]."""
     rows, inputs = x.shape
     ffn = w.shape[0] // 2
@@ -243,7 +247,7 @@ def matmul_rotary(
     squares: Tensor,
     eps: float,
     width: int,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """Queries [M, heads, D], turned, to ``query``; keys, turned, and values into the cache at slot length + index.
 

@@ -112,8 +112,8 @@ def _swiglu_kernel(gate_up, out, F, BF: tl.constexpr):
     tl.store(out + m * F + f, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=f < F)
 
 
-def _overlap(pdl: bool) -> dict[str, bool]:
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+def _overlap(pdl: int) -> dict[str, object]:
+    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
 
 
 def _warps(width: int) -> int:
@@ -128,7 +128,7 @@ def embed(
     scaled: Tensor | None,
     squares: Tensor | None,
     *,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """x [M, H] = table[tokens [M]]; scaled = x * gain; squares [M, 1] = sum(x^2)."""
     hidden = table.shape[1]
@@ -138,7 +138,7 @@ def embed(
     )  # fmt: skip
 
 
-def norm(x: Tensor, add: Tensor | None, gain: Tensor, out: Tensor, *, eps: float, pdl: bool) -> None:
+def norm(x: Tensor, add: Tensor | None, gain: Tensor, out: Tensor, *, eps: float, pdl: int) -> None:
     """x [M, H] += add; out = RMS norm of x, times gain."""
     hidden = x.shape[1]
     _norm_kernel[(x.shape[0],)](
@@ -158,7 +158,7 @@ def rotate(
     *,
     width: int,
     eps: float,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored."""
     keys, values = cache

@@ -86,7 +86,8 @@ class FusedModel:
             raise ValueError(f"{len(self.cache)} layers of cache for {len(w.layers)} layers")
         self.rotary = w.rotary_table(self.capacity)
         self.attention = attention_tile(w.head_dim, w.dtype, draft=draft)
-        self.overlap = supports_overlap(w.device)
+        # When the next kernel may start, see ``kernels_blocks.wait``.
+        self.overlap = 0 if not supports_overlap(w.device) else 1 if draft else 0
         self._tiles = {alone: self._plan(alone and draft) for alone in (False, True)}
 
     def _plan(self, alone: bool) -> dict[str, Tile]:

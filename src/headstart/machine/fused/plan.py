@@ -74,5 +74,5 @@ def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) ->
     if dtype == torch.float32:
         return AttentionTile(chunk, keys=64, warps=4, stages=2, queries=16, slices=4 if draft else 0)
     if draft:
-        return AttentionTile(chunk, keys=128, warps=4, stages=2, queries=16, slices=4)
-    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=16, slices=0)
+        return AttentionTile(chunk, keys=64, warps=4, stages=3, queries=16, slices=0)
+    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=64, slices=0)
