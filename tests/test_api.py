@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,13 +99,13 @@ def test_a_small_queue_does_not_lose_prompts(target: Any) -> None:
 
 
 def test_n_choices_are_different_and_repeatable(llm: LLM) -> None:
-    params = SamplingParams(n=3, seed=4, max_tokens=8)
+    params = SamplingParams(n=3, seed=4, max_tokens=8, verification="coupled")
     out = llm.generate(PROMPT, params)
     assert len({c.token_ids for c in out.choices}) == 3
     again = llm.generate(PROMPT, params)
     assert [c.token_ids for c in again.choices] == [c.token_ids for c in out.choices]
     # The first choice is what n=1 gives.
-    assert llm.generate(PROMPT, SamplingParams(seed=4, max_tokens=8)).token_ids == out.token_ids
+    assert llm.generate(PROMPT, replace(params, n=1)).token_ids == out.token_ids
 
 
 def test_logprobs_are_the_targets_own(llm: LLM, target: Any) -> None:

@@ -17,7 +17,7 @@ from headstart import LLM, SamplingParams
 from headstart.testing import ScriptedDrafter
 from headstart.types import DraftView, Proposal
 
-K, LENGTH, SAMPLES = 3, 3, 480
+K, LENGTH, SAMPLES = 3, 3, 320
 Law = dict[tuple[int, ...], float]
 
 
