@@ -27,7 +27,7 @@ from headstart.lab.grow import Shape, grow
 from headstart.machine.embedded import embedded_folder
 from headstart.machine.loading import load
 
-console = Console()
+console = Console(width=140)
 System = Callable[[list[int], int], tuple[list[int], float]]  # (prompt ids, tokens) -> (ids, seconds)
 
 
@@ -171,14 +171,20 @@ def main() -> None:
         for kind, texts in prompts(arguments.per_kind).items()
     }
     results: list[dict[str, Any]] = []
+    settings = {k: v for k, v in vars(arguments).items() if k != "out"}
+
+    def keep(result: dict[str, Any]) -> None:
+        """Show and store as it goes: a run is long, and what was measured should outlive it."""
+        results.append(result)
+        show([result])
+        save(arguments.out, {"machine": machine(), "settings": settings, "results": results})
 
     def add(name: str, llm: LLM, ours: str, theirs: tuple[str, System], tokens: int) -> None:
         result = compare(name, (ours, headstart(llm)), theirs, encoded, tokens)
         result["overhead_share"] = llm.stats.overhead_share
         result["acceptance_rate"] = llm.stats.acceptance_rate
         result["acceptance_length"] = llm.stats.acceptance_length
-        results.append(result)
-        show([result])
+        keep(result)
 
     if "plain" in arguments.parts:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=1)
@@ -189,17 +195,13 @@ def main() -> None:
         add("lookup", llm, "headstart lookup", ("HF prompt lookup (10)", peer), arguments.tokens)
     if "batch" in arguments.parts:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=8)
-        results.append(batches(llm, encoded, 24, 8, repeats=5))
-        show(results[-1:])
+        keep(batches(llm, encoded, 24, 8, repeats=5))
     if "draft" in arguments.parts:
         big, draft = pair(target)
         llm = LLM(big, draft, max_rows=1)
         peer = hugging_face(big, assistant_model=draft)
         add("draft", llm, "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
     show(results)
-    settings = {k: v for k, v in vars(arguments).items() if k != "out"}
-    path = save(arguments.out, {"machine": machine(), "settings": settings, "results": results})
-    console.print(f"saved to {path}")
 
 
 if __name__ == "__main__":

@@ -30,13 +30,15 @@ from headstart.machine.fused.kernels_attention import attend
 from headstart.machine.fused.lower import lower
 from headstart.machine.fused.model import FusedModel
 from headstart.machine.fused.plan import AttentionTile, Tile, tile
+from headstart.machine.fused.stream import ROWS, Stream, open_stream
 
+STREAM = Tile(ROWS, 0, 0, 0, 0, 0)  # what the streamed products want to know of a tile
 SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
 SIZES = {"8b": SHAPES["llama-3-8b"], "135m": SMOL, "32b": SHAPES["qwen2.5-32b"]}
 VOCAB = 49152
 BF16 = torch.bfloat16
 RESULT: dict[str, Any] = {}
-MODES = SWEEP = False
+SWEEP = False
 BANDWIDTH = 4.18e12  # bytes a second; replaced by what ``bandwidth`` measures
 
 
@@ -104,30 +106,33 @@ class Chain:
         self.x = noise(rows, k)
         self.out = noise(rows, n if kind != "gate_up" else n // 2)
         self.logits = torch.empty(rows, n, device="cuda") if kind == "head" else None
+        self.parts = torch.zeros(1, 1, device="cuda")
         self.scaled, self.gain = torch.empty_like(self.out), noise(n)
         s = self.shape
         self.cache = (noise(rows, s.kv_heads, 64, s.head_dim), noise(rows, s.kv_heads, 64, s.head_dim))
         self.lengths = torch.full((rows,), 20, device="cuda", dtype=torch.int32)
         self.rotary = (torch.rand(64, s.head_dim // 2, device="cuda"), torch.rand(64, s.head_dim // 2, device="cuda"))
 
-    def launch(self, t: Tile, *, pdl: bool = True, count: int | None = None) -> None:
+    def launch(self, t: Tile, *, pdl: int = 3, products: Any = km) -> None:
         eps = 1e-5
         squares = self.x.new_ones(self.rows, 32, dtype=torch.float32)
-        parts = torch.empty(self.rows, -(-self.weights[0].shape[0] // t.rows), device="cuda")
+        parts = self.parts = torch.zeros(self.rows, -(-self.weights[0].shape[0] // t.rows), device="cuda")
         s = self.shape
-        for w in self.weights[:count]:
+        for w in self.weights:
             if self.kind == "qkv":
                 query = self.out.view(-1)[: self.rows * s.heads * s.head_dim].view(self.rows, s.heads, s.head_dim)
-                km.matmul_rotary(
+                products.matmul_rotary(
                     self.x, w, query, self.cache, (*self.rotary, s.head_dim // 2), self.lengths, None, t, bias=None,
                     squares=squares, eps=eps, width=1, pdl=pdl,
                 )  # fmt: skip
             elif self.kind == "gate_up":
-                km.matmul_swiglu(self.x, w, self.out, t, squares=squares, eps=eps, pdl=pdl)
+                products.matmul_swiglu(self.x, w, self.out, t, squares=squares, eps=eps, pdl=pdl)
             elif self.kind == "head":
-                km.matmul(self.x, w, self.logits, t, bias=None, squares=squares, eps=eps, pdl=pdl)
+                products.matmul(self.x, w, self.logits, t, bias=None, squares=squares, eps=eps, pdl=pdl)
             else:
-                km.matmul_residual(self.x, w, self.out, self.gain, self.scaled, t, bias=None, squares=parts, pdl=pdl)
+                products.matmul_residual(
+                    self.x, w, self.out, self.gain, self.scaled, t, bias=None, squares=parts, pdl=pdl
+                )
 
     def library(self) -> None:
         for w in self.weights:
@@ -139,7 +144,8 @@ class Chain:
 
 def plan_of(size: str, kind: str, rows: int) -> Tile:
     n, k = matrices(size)[kind]
-    return tile(n, k, pair=kind in ("qkv", "gate_up"), dtype=BF16, alone=rows == 1)
+    pair = {"qkv": SIZES[size].head_dim // 2, "gate_up": n // 2}.get(kind, 0)
+    return tile(n, k, pair=pair, dtype=BF16, alone=rows == 1)
 
 
 def bandwidth() -> dict[str, float]:
@@ -148,25 +154,51 @@ def bandwidth() -> dict[str, float]:
     data = torch.ones(1 << 30, device="cuda", dtype=torch.float32).normal_()
     found = {"sum_TBps": data.numel() * 4 / seconds(lambda: data.sum()) / 1e12}
     chain = Chain("8b", "gate_up", 1, copies=8)
-    found["product_TBps"] = chain.bytes / chain.time(plan_of("8b", "gate_up", 1)) / 1e12
+    stream = open_stream(torch.device("cuda", 0))
+    assert isinstance(stream, Stream), stream
+    found["product_TBps"] = chain.bytes / chain.time(STREAM, products=stream, pdl=1) / 1e12
     BANDWIDTH = max(found.values()) * 1e12
     say("\n".join(f"{k:>14}: {v:.3f}" for k, v in found.items()))
     return found
 
 
+def gap(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-9))
+
+
+def check() -> dict[str, float]:
+    """The streamed products against the Triton ones, each output, for awkward numbers of tokens."""
+    stream = open_stream(torch.device("cuda", 0))
+    assert isinstance(stream, Stream), stream
+    found: dict[str, float] = {}
+    for size in ("8b", "135m"):
+        for kind in matrices(size):
+            for rows in (1, 3, 8, 9, 16):
+                chain = Chain(size, kind, rows, copies=1)
+                start = chain.out.clone()
+                results = []
+                for products, t, pdl in ((km, plan_of(size, kind, 9), 0), (stream, STREAM, 0), (stream, STREAM, 1)):
+                    chain.out.copy_(start)
+                    for buffer in (chain.scaled, chain.logits, *chain.cache):
+                        if buffer is not None:
+                            buffer.fill_(7)
+                    chain.launch(t, pdl=pdl, products=products)
+                    torch.cuda.synchronize()
+                    kept = (chain.out, chain.scaled, *chain.cache, chain.parts.sum(1))
+                    results.append([k.clone() for k in (*kept, *(() if chain.logits is None else (chain.logits,)))])
+                worst = max(gap(b, a) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+                found[f"{size} {kind} {rows}"] = worst
+                if not worst < 5e-3:
+                    say(f"WRONG {size} {kind} {rows}: {[gap(b, a) for a, b in zip(*results[:2], strict=True)]}")
+    say(f"largest difference {max(found.values()):.2g}")
+    return found
+
+
 def matmul() -> dict[str, Any]:
     """Each product against cuBLAS and against the time its weights need."""
+    stream = open_stream(torch.device("cuda", 0))
     found: dict[str, Any] = {}
-    columns = (
-        "floor",
-        "cublas1",
-        "ours1",
-        "plain1",
-        "cublas9",
-        "ours9",
-        "cublas32",
-        "ours32",
-    )  # plain: without overlap
+    columns = ("floor", *(f"{what}{rows}" for rows in (1, 9, 32) for what in ("cublas", "triton", "stream")))
     say(f"{'us a launch':>16} " + " ".join(f"{c:>8}" for c in columns))
     for size in ("8b", "135m"):
         for kind in matrices(size):
@@ -174,14 +206,13 @@ def matmul() -> dict[str, Any]:
             for rows in (1, 9, 32):
                 chain = Chain(size, kind, rows)
                 line["floor"] = chain.bytes / BANDWIDTH * 1e6
-                t = plan_of(size, kind, rows)
                 line[f"cublas{rows}"] = seconds(chain.library) / len(chain.weights) * 1e6
-                line[f"ours{rows}"] = chain.time(t) * 1e6
-                if rows == 1:
-                    line["plain1"] = chain.time(t, pdl=False) * 1e6
+                line[f"triton{rows}"] = chain.time(plan_of(size, kind, rows), pdl=3 if size == "8b" else 2) * 1e6
+                if rows <= 16:
+                    line[f"stream{rows}"] = chain.time(STREAM, products=stream, pdl=1) * 1e6
                 del chain
             found[f"{size} {kind}"] = line
-            say(f"{size + ' ' + kind:>16} " + " ".join(f"{line[c]:8.1f}" for c in columns))
+            say(f"{size + ' ' + kind:>16} " + " ".join(f"{line.get(c, 0):8.1f}" for c in columns))
     return found
 
 
@@ -255,17 +286,6 @@ def compile_jobs(jobs: list[Job]) -> None:
                 chain = Attention(*what)
                 chain.caches = chain.caches[:1]
                 chain.launch(*config)
-            elif kind == "mode":
-                shape = dataclasses.replace(SIZES["8b"], layers=1)
-                fast = fused.fuse(llama(shape, BF16), rows=32, capacity=1152)
-                tiles, fast.overlap, ahead = arguments
-                plan = {k: dataclasses.replace(Tile(*t), prefetch=ahead) for k, t in tiles.items()}
-                fast._tiles = {True: plan, False: plan}
-                fast.forward(
-                    torch.zeros(1, 1, device="cuda", dtype=torch.int64),
-                    torch.zeros(1, device="cuda", dtype=torch.int32),
-                    bound=320,
-                )
             else:
                 size, rows, width, context = arguments
                 s = dataclasses.replace(SIZES[size], layers=2)
@@ -293,14 +313,9 @@ def warm() -> dict[str, Any]:
         for kind in matrices(size)
         for rows in (1, 9, 32)
     ]
-    jobs += [("attention", (*case, config)) for case in ATTENTION_CASES for config in ATTENTION[case[0]]]
+    if SWEEP:
+        jobs += [("attention", (*case, config)) for case in ATTENTION_CASES for config in ATTENTION[case[0]]]
     jobs += [("step", (size, *case)) for size, cases in STEPS.items() for case in cases]
-    if MODES:
-        jobs += [
-            ("mode", (tiles, overlap, ahead))
-            for tiles in MIXES.values()
-            for overlap, ahead in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 1024), (3, 1024), (3, 4096))
-        ]
     processes = 15
     context = torch.multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_jobs, args=(jobs[i::processes],)) for i in range(processes)]
@@ -338,15 +353,13 @@ ATTENTION = {
         (512, 128, 4, 2, 64, 0),
         (256, 128, 4, 2, 64, 0),
         (256, 64, 4, 3, 64, 0),
-        (512, 128, 4, 2, 16, 4),
     ),
     "135m": (
         (1024, 64, 4, 3, 16, 0),
-        (1024, 128, 4, 2, 16, 4),
-        (1024, 256, 8, 2, 16, 8),
-        (1024, 256, 4, 2, 16, 4),
-        (512, 128, 4, 3, 16, 4),
-        (256, 256, 8, 1, 16, 8),
+        (1024, 64, 8, 2, 16, 256),
+        (1024, 64, 4, 2, 16, 128),
+        (512, 64, 8, 2, 16, 256),
+        (256, 64, 8, 2, 16, 256),
     ),
 }
 
@@ -372,7 +385,7 @@ class Attention:
         for cache in self.caches:
             attend(
                 self.query, cache, self.out, self.lengths, None, width=self.width, window=None,
-                scale=s.head_dim**-0.5, t=t, bound=self.bound, work=(part, stats) if splits > 1 else None, pdl=True,
+                scale=s.head_dim**-0.5, t=t, bound=self.bound, work=(part, stats) if splits > 1 else None, pdl=2,
             )  # fmt: skip
 
 
@@ -452,14 +465,11 @@ def without(model: FusedModel, name: str) -> dict[str, float]:
     whole = seconds(step)
     found = {"whole": whole * 1e6}
     for part in ("matmul_rotary", "attend", "matmul_swiglu", "matmul_residual", "matmul"):
-        real = getattr(fused_model, part)
-        setattr(fused_model, part, lambda *a, **k: None)
+        place = fused_model if part == "attend" else km
+        real = getattr(place, part)
+        setattr(place, part, lambda *a, **k: None)
         found[part] = (whole - seconds(step)) * 1e6 / (1 if part == "matmul" else len(model.weights.layers))
-        setattr(fused_model, part, real)
-    kept = model.overlap
-    for model.overlap in range(4):
-        found[f"overlap {model.overlap}"] = seconds(step) * 1e6
-    model.overlap = kept
+        setattr(place, part, real)
     say(f"{name}: " + "  ".join(f"{k}: {v:.2f} us" for k, v in found.items()))
     return found
 
@@ -477,13 +487,10 @@ def errors(model: LlamaForCausalLM, fast: FusedModel) -> dict[str, float]:
         exact = model.float()(tokens).logits[0, 180:189] if model.num_parameters() < 1e9 else hf
     model.to(BF16)
 
-    def gap(a: torch.Tensor) -> float:
-        return float((a - exact).norm() / exact.norm())
-
     found = {
-        "hf": gap(hf),
-        "fused 9": gap(together),
-        "fused 1": gap(alone),
+        "hf": gap(hf, exact),
+        "fused 9": gap(together, exact),
+        "fused 1": gap(alone, exact),
         "bits differ": float((alone != together).sum()),
         "argmax agrees": float((together.argmax(-1) == hf.argmax(-1)).float().mean()),
     }
@@ -492,7 +499,7 @@ def errors(model: LlamaForCausalLM, fast: FusedModel) -> dict[str, float]:
 
 
 CASES = [(1, 1, 256), (1, 9, 256), (8, 4, 256), (32, 1, 256)]
-STEPS = {"135m": [*CASES, (1, 2, 256), (1, 1, 1000)], "8b": [*CASES, (1, 1, 8192), (1, 9, 8192)]}
+STEPS = {"135m": [*CASES, (1, 2, 256), (8, 1, 256), (1, 1, 1000)], "8b": [*CASES, (1, 1, 8192), (1, 9, 8192)]}
 
 
 def steps_small() -> dict[str, Any]:
@@ -503,6 +510,8 @@ def steps_small() -> dict[str, Any]:
     fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
     found["steps"] = step_times(fast, "135m", STEPS["135m"])
     found["without"] = without(fast, "135m")
+    fast.stream = None
+    found["steps without stream"] = step_times(fast, "135m, Triton", STEPS["135m"])
     return found
 
 
@@ -519,65 +528,15 @@ def steps_big() -> dict[str, Any]:
     size = fast.weights.step_bytes / 1e9
     say(f"grown in {found['grow_s']:.1f} s, lowered in {found['lower_s']:.1f} s, {size:.2f} GB a step")
     found["steps"] = step_times(fast, "8b", STEPS["8b"])
+    fast.stream = None
+    found["steps without stream"] = step_times(fast, "8b, Triton", STEPS["8b"][:2])
+    fast = FusedModel(lower(model), fast.cache)
     found["errors"] = errors(model, fast)
     return found
 
 
-MIXES: dict[str, dict[str, tuple[int, ...]]] = {
-    "a": dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (16, 256, 4, 4, 4, 0)),
-    "b": dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (16, 512, 4, 4, 3, 0)),
-    "c": {
-        "qkv": (64, 128, 1, 4, 4, 0),
-        "o": (16, 256, 4, 4, 6, 0),
-        "gate_up": (64, 128, 1, 4, 4, 0),
-        "down": (16, 256, 4, 4, 6, 0),
-        "head": (64, 64, 1, 4, 8, 0),
-    },
-    "d": {
-        "qkv": (16, 512, 4, 4, 3, 0),
-        "o": (32, 128, 2, 2, 6, 0),
-        "gate_up": (64, 64, 1, 4, 8, 0),
-        "down": (32, 256, 4, 4, 4, 0),
-        "head": (32, 128, 2, 2, 6, 0),
-    },
-    "e": {
-        "qkv": (32, 256, 4, 4, 4, 0),
-        "o": (64, 64, 1, 4, 8, 0),
-        "gate_up": (32, 128, 2, 2, 6, 0),
-        "down": (32, 256, 4, 4, 6, 0),
-        "head": (32, 256, 4, 4, 4, 0),
-    },
-}
-
-
-def modes() -> dict[str, Any]:
-    """A whole 8B step under different tiles, prefetches and starts of the next kernel."""
-    shape = dataclasses.replace(SIZES["8b"], layers=16)
-    fast = fused.fuse(llama(shape, BF16), rows=32, capacity=1152)
-    found: dict[str, Any] = {}
-    for mix, tiles in MIXES.items():
-        for overlap, ahead in ((0, 0), (1, 0), (2, 0), (3, 0), (2, 1024), (3, 1024), (3, 4096)):
-            fast.overlap = overlap
-            plan = {k: dataclasses.replace(Tile(*t), prefetch=ahead) for k, t in tiles.items()}
-            fast._tiles = {True: plan, False: plan}
-            line = []
-            for rows, width in ((1, 1), (1, 9)):
-                tokens = torch.randint(0, VOCAB, (rows, width), device="cuda")
-                lengths = torch.full((rows,), 256, device="cuda", dtype=torch.int32)
-                try:
-                    us = seconds(lambda: fast.forward(tokens, lengths, bound=320), replays=9) * 1e6  # noqa: B023
-                except Exception as error:
-                    say(str(error)[:100])
-                    us = float("nan")
-                line.append(us)
-            found[f"{mix} {overlap} {ahead}"] = line
-            floor = fast.weights.step_bytes / BANDWIDTH * 1e6
-            say(f"{mix} overlap {overlap} ahead {ahead}: {line[0]:.0f} {line[1]:.0f} us, floor {floor:.0f}")
-    return found
-
-
 PARTS = {
-    "modes": modes,
+    "check": check,
     "warm": warm,
     "bandwidth": bandwidth,
     "matmul": matmul,
@@ -591,10 +550,10 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", default="warm,bandwidth,matmul,attention,steps_small,steps_big")
+    parser.add_argument("--only", default="warm,check,bandwidth,matmul,attention,steps_small,steps_big")
     options = parser.parse_args()
-    global MODES, SWEEP
-    MODES, SWEEP = "modes" in options.only, "sweep" in options.only
+    global SWEEP
+    SWEEP = "sweep" in options.only
     for name in options.only.split(","):
         started = time.time()
         say(f"== {name}")

@@ -65,6 +65,16 @@ def test_float32_equality_with_the_eager_runner(architecture: str, temperature: 
             assert llm.engine.parts.captured._plans
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_draft_that_is_the_target_is_always_accepted(rows: int) -> None:
+    """Losslessness hides a draft that reads the wrong tokens; acceptance does not."""
+    target, _ = pair("llama")
+    draft = tiny_model("llama", **SIZE).to("cuda")
+    llm = LLM(target, draft, gamma=4, max_rows=rows, max_model_len=128, check=False)
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert llm.stats.acceptance_rate > 0.95
+
+
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_the_recorded_sampler_follows_the_target(rule: str) -> None:
     """The joint law of two tokens under top_k = 3, against the target's own probabilities."""

@@ -90,7 +90,7 @@ class _Flight:
 class CapturedRounds:
     """Plays rounds of a target (and a draft model, if there is one) on the device."""
 
-    BOUNDS = (512, 2048, 8192, 32768, 131072)  # recordings are made for the smallest of these that holds every row
+    BOUNDS = (1024, 4096, 16384, 65536, 262144)  # recordings are made for the smallest of these that holds every row
 
     def __init__(self, target: DeviceRunner, drafter: ModelDrafter | None, *, vocab_size: int) -> None:
         self._target = target

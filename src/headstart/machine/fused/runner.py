@@ -48,7 +48,7 @@ class FusedRunner(EagerRunner):
         tree = topology.ancestors if topology is not None and not topology.is_chain else None
         longest = max(lengths) + tokens.shape[1]
         return self.fused.forward(
-            tokens,
+            tokens.contiguous(),
             torch.tensor(lengths, device=self.device),
             tree,
             keep,
@@ -59,4 +59,5 @@ class FusedRunner(EagerRunner):
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
         """See ``engine.captured.DeviceRunner``."""
         assert self.fused is not None
-        return self.fused.forward(tokens, lengths, None, keep, bound=bound)
+        # A column of a wider tensor looks like one row after another to a kernel only once it is copied.
+        return self.fused.forward(tokens.contiguous(), lengths, None, keep, bound=bound)
