@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--draft-tokens", type=int, default=48, help="for the draft-model pair, whose target is larger")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", nargs="*", default=["plain", "lookup", "draft", "batch"])
+    parser.add_argument("--parts", nargs="*", default=["plain", "default", "lookup", "batch", "draft"])
     parser.add_argument("--out", default="cpu.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -189,6 +189,10 @@ def main() -> None:
     if "plain" in arguments.parts:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=1)
         add("plain", llm, "headstart plain", ("HF generate", hugging_face(theirs)), arguments.tokens)
+    if "default" in arguments.parts:
+        llm = LLM(embedded_folder(), max_rows=1)  # the shipped head beside lookup
+        off = headstart(llm, speculate=False)
+        add("default", llm, f"headstart {llm.drafter_name}", ("headstart plain", off), arguments.tokens)
     if "lookup" in arguments.parts:
         llm = LLM(target, "lookup", tokenizer=tokenizer, max_rows=1)
         peer = hugging_face(theirs, prompt_lookup_num_tokens=10)

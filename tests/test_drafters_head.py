@@ -85,7 +85,7 @@ def engine(
     *,
     drafted: bool = True,
     branch: int = 1,
-    certainty: float = 0.0,
+    least_hope: float = 0.0,
     architecture: str = "llama",
     eos: tuple[int, ...] = (),
     window: int = 512,
@@ -94,7 +94,7 @@ def engine(
     drafter = None
     if drafted:
         net = head(architecture, window)
-        drafter = Recorder(net, runner, vocab_size=TINY_VOCABULARY, branch=branch, certainty=certainty)
+        drafter = Recorder(net, runner, vocab_size=TINY_VOCABULARY, branch=branch, least_hope=least_hope)
     config = EngineConfig(max_rows=rows, prefill_chunk=16)
     return Engine(runner, drafter, FixedController(gamma), config, vocab_size=TINY_VOCABULARY, eos=eos)
 
@@ -131,7 +131,7 @@ def test_other_families_have_layers_to_watch_too(architecture: str) -> None:
 
 def test_chains_end_where_the_head_is_unsure() -> None:
     expected = run(engine(1, 1, drafted=False), prompts(5), SETTINGS["greedy"])
-    long, short = engine(8, 5), engine(8, 5, certainty=0.6)
+    long, short = engine(8, 5), engine(8, 5, least_hope=0.6)
     assert run(long, prompts(5), SETTINGS["greedy"]) == expected
     assert run(short, prompts(5), SETTINGS["greedy"]) == expected
     assert short.stats.drafted < 0.8 * long.stats.drafted
@@ -219,7 +219,7 @@ def test_drafting_is_what_training_unrolls(rows: int, window: int, monkeypatch: 
     model = tiny_model("llama")
     net = head_for(model, torch.arange(TINY_VOCABULARY), window=window)
     runner = EagerRunner(model, rows=rows, max_len=LONGEST, margin=16, probe=False)
-    drafter = HeadDrafter(net, runner, vocab_size=TINY_VOCABULARY, certainty=0.0)
+    drafter = HeadDrafter(net, runner, vocab_size=TINY_VOCABULARY, least_hope=0.0)
     steps = 6
     texts = torch.randint(3, TINY_VOCABULARY, (rows, 60)).tolist()
     Forced.texts = texts

@@ -40,7 +40,7 @@ def kernels(test: Any) -> Any:
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 96,
-    "intermediate_size": 176,
+    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
@@ -61,7 +61,9 @@ PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama-bias-llama3": LlamaConfig(**SIZES | {"attention_bias": True, "rope_parameters": LLAMA3}),
-    "llama-no-groups": LlamaConfig(**SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "llama-no-groups": LlamaConfig(
+        **SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 176}
+    ),
     "smollm": LlamaConfig(**SIZES | {"head_dim": 64, "tie_word_embeddings": True, "hidden_size": 576}),
     "mistral": MistralConfig(**SIZES | {"sliding_window": 11}),
     "qwen2": Qwen2Config(**SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
@@ -119,7 +121,8 @@ class Rig:
 
     def small_chunks(self) -> None:
         """Chunks of 64 keys, so that short rows are split and joined as long ones are."""
-        self.fused.attention = dataclasses.replace(self.fused.attention, chunk=64, keys=64)
+        old = self.fused.attention
+        self.fused.attention = dataclasses.replace(old, chunk=64, keys=32, one=32 if old.one else 0)
 
     def feed(self, starts: list[int], width: int, **options: Any) -> torch.Tensor:
         tokens = torch.tensor([t[s : s + width] for t, s in zip(self.texts, starts, strict=False)], device=DEVICE)
@@ -232,6 +235,20 @@ def test_first_row_leaves_other_rows_alone() -> None:
     for (k, v), (old_k, old_v) in zip(rig.fused.cache, before, strict=True):
         assert torch.equal(k[[0, 2]], old_k)
         assert torch.equal(v[[0, 2]], old_v)
+
+
+@kernels
+def test_tokens_and_lengths_may_be_columns_of_wider_tensors() -> None:
+    rig = Rig("llama", torch.float32)
+    rig.feed([0, 0, 0], 12, keep=0)
+    starts = [12, 7, 9]
+    wide = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE)
+    wide[:, 2] = torch.tensor([t[s] for t, s in zip(rig.texts, starts, strict=True)])
+    lengths = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    lengths[:, 1] = torch.tensor(starts)
+    got = rig.fused.forward(wide[:, 2:3], lengths[:, 1])
+    for row, start in enumerate(starts):
+        rig.check(got[row], rig.want[row][start : start + 1])
 
 
 @kernels

@@ -20,17 +20,18 @@ from .controller import controller_for
 from .drafters.base import Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
+from .drafters.portfolio import PortfolioDrafter
 from .engine.captured import CapturedRounds, DeviceRunner
 from .engine.engine import Engine, Handle
 from .engine.stats import EngineStats
 from .errors import GenerationFailed, InvalidParameter, ModelRefused
-from .machine.embedded import embedded_folder
+from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.fused import open_runner
 from .machine.head import head_folder
 from .machine.loading import Capability, Loaded, eos_ids, load, same_tokenizer
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
-from .types import Completion, Piece, Request, SamplingParams
+from .types import Completion, DraftView, Piece, Request, SamplingParams
 
 __all__ = ["LLM", "SpeculativeOutput", "Stream", "speculative_decode"]
 
@@ -48,14 +49,15 @@ class LLM:
 
     ``model``: a folder, a ``.gguf`` file, a Hugging Face hub id, or a loaded Hugging Face model (with ``tokenizer``);
     without one, the embedded SmolLM2-135M-Instruct.
-    ``draft``: a smaller model given the same way, the name of a drafter ("lookup"), a ``Drafter``, or None for plain
-    decoding. ``gamma``: how many tokens to draft a round; "auto" measures and chooses.
+    ``draft``: a smaller model or a trained head given the same way, the name of a drafter ("lookup"), a ``Drafter``, or
+    None for plain decoding; "auto" is the head that ships with the embedded model, beside ``lookup``, and ``lookup``
+    alone for any other. ``gamma``: how many tokens to draft a round; "auto" measures and chooses.
     """
 
     def __init__(
         self,
         model: Model | None = None,
-        draft: Model | Drafter | None = None,
+        draft: Model | Drafter | None = "auto",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         gamma: int | Literal["auto"] = "auto",
@@ -82,6 +84,8 @@ class LLM:
             "token": token,
         }
         source: Model = embedded_folder() if model is None else model
+        if draft == "auto" and not is_embedded(source):
+            draft = "lookup"
         self._target = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement)
         self._longest = self._context(self._target.report)
         runner = self._runner(self._target)
@@ -185,6 +189,12 @@ class LLM:
         return self.engine.stats
 
     @property
+    def drafter_name(self) -> str:
+        """Who drafts; "none" for plain decoding."""
+        drafter = self.engine.parts.drafter
+        return drafter.name if drafter is not None else "none"
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return self._target.tokenizer
 
@@ -226,6 +236,9 @@ class LLM:
         assert not isinstance(stops, str)  # SamplingParams makes it a tuple
         return TextStream(self._need_codec(), request.prompt, tuple(stops))
 
+    def _worth_drafting(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return self.engine.parts.controller.paid_budgets(views, limits)
+
     # -- putting the parts together
 
     def _context(self, report: Capability) -> int:
@@ -249,6 +262,12 @@ class LLM:
     def _drafter(self, draft: Model | Drafter | None, target: EagerRunner, dtype: str | torch.dtype) -> Drafter | None:
         if draft is None or isinstance(draft, Drafter):
             return draft
+        if draft == "auto":
+            shipped = embedded_draft()
+            if shipped is None:
+                return drafter_named("lookup")
+            head = HeadDrafter.load(shipped, target, vocab_size=min(self._vocab_size, target.vocab_size))
+            return PortfolioDrafter(head, self._worth_drafting)
         if isinstance(draft, str) and draft in registered_drafters():
             return drafter_named(draft)
         folder = head_folder(draft)

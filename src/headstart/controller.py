@@ -30,8 +30,11 @@ class Controller(Protocol):
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
 
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """The same for a drafter whose tokens cost time, whatever the drafter in charge is."""
+
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
-        """Cut deterministic guesses to what is worth verifying. After drafting, free drafters only."""
+        """Cut deterministic guesses of known strength to what is worth verifying. After drafting."""
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from one round: a record for each of its sequences."""
@@ -58,6 +61,8 @@ class FixedController:
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         return [min(self.gamma, limit) for limit in limits]
+
+    paid_budgets = budgets
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
         return list(proposals)
@@ -157,10 +162,15 @@ class AdaptiveController:
         self._reason: str | None = None
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        limits = [min(limit, self.max_gamma) for limit in limits]
         if self.free:
-            return limits  # decided in trim, when the guesses are known
-        width = self._best_width([self._chances(view.id, 0, limit) for view, limit in zip(views, limits, strict=True)])
+            return [min(limit, self.max_gamma) for limit in limits]  # decided in trim, when the guesses are known
+        return self.paid_budgets(views, limits)
+
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        limits = [min(limit, self.max_gamma) for limit in limits]
+        step = median(self._draft_step) if self._draft_step else 0.0
+        chances = [self._chances(view.id, 0, limit) for view, limit in zip(views, limits, strict=True)]
+        width = self._best_width(chances, step)
         return self._with_probes(views, [min(width, limit) for limit in limits], limits)
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
@@ -168,10 +178,12 @@ class AdaptiveController:
             self._chances(view.id, p.strength, len(p)) if p is not None else []
             for view, p in zip(views, proposals, strict=True)
         ]
-        width = self._best_width(chances)
+        width = self._best_width(chances, 0.0)
         limits = [len(p) if p is not None else 0 for p in proposals]
         keep = self._with_probes(views, [min(width, limit) for limit in limits], limits)
-        return [_cut(p, n) for p, n in zip(proposals, keep, strict=True)]
+        # A guess of unknown strength was paid for beforehand, and may have been drawn at random: it stays whole.
+        known = [p is not None and p.strength > 0 and p.draw == "point" for p in proposals]
+        return [_cut(p, n) if k else p for p, n, k in zip(proposals, keep, known, strict=True)]
 
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:
@@ -179,9 +191,9 @@ class AdaptiveController:
         first = rounds[0]
         if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
             self._costs.add(first.rows, first.width, first.verify_seconds)
-        drafted = max(r.drafted for r in rounds)
-        if drafted and not self.free:
-            self._draft_step.append(first.draft_seconds / drafted)
+        paid = max((r.drafted for r in rounds if r.strength == 0), default=0)
+        if paid:
+            self._draft_step.append(first.draft_seconds / paid)
         self._overhead.append(max(0.0, first.round_seconds - first.verify_seconds - first.draft_seconds))
         for r in rounds:
             self._idle[r.sequence] = 0 if r.drafted else self._idle.get(r.sequence, 0) + 1
@@ -222,14 +234,13 @@ class AdaptiveController:
 
     # -- cost
 
-    def _best_width(self, chances: Sequence[Sequence[float]]) -> int:
-        """The draft length that gives the most tokens a second over all rows."""
+    def _best_width(self, chances: Sequence[Sequence[float]], step: float) -> int:
+        """The draft length that gives the most tokens a second over all rows; ``step``: seconds a drafted token."""
         rows = len(chances)
         longest = max((len(c) for c in chances), default=0)
         table = self._costs.table(rows)
         if not table:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        step = median(self._draft_step) if self._draft_step and not self.free else 0.0
         rest = median(self._overhead) if self._overhead else 0.0
         best, best_speed, plain_speed = 0, 0.0, 0.0
         for gamma in range(longest + 1):

@@ -19,7 +19,7 @@ __all__ = ["chat"]
 
 def chat(
     model: common.ModelName = None,
-    draft: common.Draft = "lookup",
+    draft: common.Draft = "auto",
     gamma: common.Gamma = "auto",
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: common.MaxTokens = 512,

@@ -47,7 +47,9 @@ ModelName = Annotated[
 ]
 Draft = Annotated[
     str,
-    typer.Option("--draft", "-d", help="Who guesses: 'lookup', 'none', or a smaller model (folder, .gguf or hub id)."),
+    typer.Option(
+        "--draft", "-d", help="Who guesses: 'auto', 'lookup', 'none', or a smaller model or head (folder, hub id)."
+    ),
 ]
 Gamma = Annotated[str, typer.Option(help="Tokens to draft a round: a number, or 'auto' to measure and choose.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")]

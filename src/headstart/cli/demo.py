@@ -49,7 +49,7 @@ PROMPTS = {
 
 def demo(
     model: common.ModelName = None,
-    draft: common.Draft = "lookup",
+    draft: common.Draft = "auto",
     gamma: common.Gamma = "auto",
     max_tokens: common.MaxTokens = 96,
     dtype: common.Dtype = "auto",
@@ -59,7 +59,9 @@ def demo(
     """Run three prompts plain and speculative, and compare."""
     console = Console()
     llm = common.open_llm(model, draft, gamma, dtype=dtype, device=device, context=context)
-    console.print(f"\n[bold]Target[/] {common.describe(llm.report)}\n[bold]Draft[/]  {draft}, gamma {gamma}\n")
+    console.print(
+        f"\n[bold]Target[/] {common.describe(llm.report)}\n[bold]Draft[/]  {llm.drafter_name}, gamma {gamma}\n"
+    )
     table = Table(title="Plain against speculative decoding, greedy, same text", title_justify="left")
     for name in ("prompt", "tokens", "plain tok/s", "speculative tok/s", "speed-up", "alpha", "tau", "same tokens"):
         table.add_column(name, justify="left" if name == "prompt" else "right")

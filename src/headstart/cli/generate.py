@@ -23,7 +23,7 @@ __all__ = ["generate"]
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
     model: common.ModelName = None,
-    draft: common.Draft = "lookup",
+    draft: common.Draft = "auto",
     gamma: common.Gamma = "auto",
     max_tokens: common.MaxTokens = 128,
     temperature: common.Temperature = 0.0,

@@ -15,6 +15,7 @@ from ..errors import HeadstartError
 from .chat import chat
 from .common import errors_console
 from .demo import demo
+from .distill import distill
 from .generate import generate
 
 __all__ = ["app"]
@@ -52,6 +53,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(demo)
+app.command()(distill)
 
 
 def _version(value: bool) -> None:

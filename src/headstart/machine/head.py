@@ -18,9 +18,10 @@ so slots that are only remembered cost two small products and no attention.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ..errors import ModelNotFound, ModelRefused
 __all__ = ["MODEL_TYPE", "HeadConfig", "HeadNet", "head_folder", "load_head", "save_head"]
 
 MODEL_TYPE = "headstart_head"
+_MOST_ROWS = 8  # slots at once that int8 is faster for
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -98,20 +100,47 @@ class HeadNet(nn.Module):
         self.gate_up = matrix(2 * c.ffn, c.width)
         self.down = matrix(c.width, c.ffn, 0.5)
         self.head = matrix(c.vocab, c.width)
+        self._small: dict[str, tuple[Tensor, Tensor]] = {}  # matrices as int8, and the scale of each row
+
+    def shrink(self) -> bool:
+        """For drafting on a CPU: matrices as int8, a quarter of the bytes to stream, if that is faster here.
+
+        A guess may be a little off, since the target checks it. Products with many rows (prompts) stay as they are.
+        """
+        if self.fuse.device.type != "cpu" or not hasattr(torch, "_weight_int8pack_mm"):
+            return False
+        names = ("fuse", "embed", "qkv", "out", "gate_up", "down", "head")
+        with torch.no_grad():
+            self._small = {name: _as_int8(getattr(self, name)) for name in names}
+            if not _int8_pays(self.head.detach(), self._small["head"]):
+                self._small = {}
+        return bool(self._small)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._small = {}  # moved or cast: the copies no longer belong to the weights
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        """x [.., columns] times the transpose of a matrix [rows, columns]."""
+        small = self._small.get(name)
+        if small is None or x.numel() > _MOST_ROWS * x.shape[-1]:
+            matrix: Tensor = getattr(self, name)
+            return F.linear(x, matrix)
+        return _int8_product(x, small)
 
     def fused(self, features: Tensor) -> Tensor:
         """The target's features [.., F] -> g [.., width]."""
         parts = features.view(*features.shape[:-1], len(self.config.watch), self.config.target_hidden)
-        return self._norm(F.linear(self._norm(parts).flatten(-2), self.fuse))
+        return self._norm(self._product(self._norm(parts).flatten(-2), "fuse"))
 
     def word(self, embedded: Tensor) -> Tensor:
         """The target's embedding of a token [.., H] -> what is added to g [.., width]."""
-        return F.linear(self._norm(embedded), self.embed)
+        return self._product(self._norm(embedded), "embed")
 
     def queries_keys_values(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [R, N, width] -> [R, N, heads or kv_heads, dim] each. ``turn`` [R or 1, N, 1, dim / 2]: of ``rotary``."""
         c = self.config
-        qkv = F.linear(self._norm(x), self.qkv).view(*x.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
+        qkv = self._product(self._norm(x), "qkv").view(*x.shape[:2], c.heads + 2 * c.kv_heads, c.head_dim)
         turned, v = torch.split(qkv, [c.heads + c.kv_heads, c.kv_heads], dim=2)
         # Neighbouring channels as a complex number: turning is one product.
         pairs = torch.view_as_complex(turned.float().reshape(*turned.shape[:3], c.head_dim // 2, 2))
@@ -120,13 +149,13 @@ class HeadNet(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [.., width] and what it attended to [.., heads * dim] -> y [.., width]."""
-        x = x + F.linear(attended, self.out)
-        gate, up = F.linear(self._norm(x), self.gate_up).chunk(2, dim=-1)
-        return self._norm(x + F.linear(F.silu(gate) * up, self.down))
+        x = x + self._product(attended, "out")
+        gate, up = self._product(self._norm(x), "gate_up").chunk(2, dim=-1)
+        return self._norm(x + self._product(F.silu(gate) * up, "down"))
 
     def logits(self, y: Tensor) -> Tensor:
         """y [.., width] -> [.., vocab], in the order of ``ids``."""
-        return F.linear(y, self.head)
+        return self._product(y, "head")
 
     def rotary(self, positions: int, device: torch.device | None = None) -> Tensor:
         """How far each pair of channels turns at each position: complex [positions, 1, dim / 2]."""
@@ -137,6 +166,41 @@ class HeadNet(nn.Module):
 
     def _norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), eps=self.config.eps)
+
+
+# -- int8 on a CPU --------------------------------------------------------------------------------------------------
+
+
+def _as_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> int8 of the same shape, and bfloat16 scales [rows]."""
+    scale = (matrix.detach().abs().amax(1) / 127).clamp_min(1e-12).bfloat16()
+    return (matrix.detach() / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _int8_product(x: Tensor, small: tuple[Tensor, Tensor]) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1]).bfloat16()
+    found: Tensor = torch._weight_int8pack_mm(flat, *small)
+    return found.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _int8_pays(matrix: Tensor, small: tuple[Tensor, Tensor]) -> bool:
+    """Right to a few percent, and faster? Not every machine has instructions for it."""
+    x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+    exact = F.linear(x, matrix)
+    try:
+        error = (_int8_product(x, small) - exact).norm() / exact.norm()
+    except RuntimeError:
+        return False
+    return bool(error < 0.05) and _seconds(lambda: _int8_product(x, small)) < _seconds(lambda: F.linear(x, matrix))
+
+
+def _seconds(work: Callable[[], Tensor]) -> float:
+    best = float("inf")
+    for _ in range(6):
+        begun = perf_counter()
+        work()
+        best = min(best, perf_counter() - begun)
+    return best
 
 
 # -- on disk ------------------------------------------------------------------------------------------------------

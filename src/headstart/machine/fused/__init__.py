@@ -49,13 +49,16 @@ def fuse(model: PreTrainedModel, *, rows: int, capacity: int, draft: bool = Fals
 
 
 def open_runner(
-    model: PreTrainedModel, *, rows: int, max_len: int, margin: int, probe: bool = True
+    model: PreTrainedModel, *, rows: int, max_len: int, margin: int, probe: bool = True, draft: bool = False
 ) -> tuple[EagerRunner, str | None]:
-    """The fastest runner for the model here, and why it is not the fused one (None if it is)."""
+    """The fastest runner for the model here, and why it is not the fused one (None if it is).
+
+    ``draft``: the model only guesses, so its steps may be rounded in whatever way is fastest.
+    """
     reason = available() if model.device.type == "cuda" else "the model is not on a GPU"
     reason = reason or why_not(model)
     if reason is not None:
         return EagerRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), reason
     from .runner import FusedRunner
 
-    return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), None
+    return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft), None

@@ -139,64 +139,96 @@ def _attend_kernel(
             tl.store(stats + slot * 2 + 1, total, mask=live)
 
 
+@triton.jit
+def _old_keys(buffer, base, j, length, window, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr):
+    """buffer[j] [BK, DP] for keys of earlier steps; zero elsewhere. Not through L1, which may be older than L2."""
+    d = tl.arange(0, DP)
+    seen = j < length
+    if WINDOW:
+        seen = seen & (length - j < window)
+    tile = tl.load(
+        buffer + base + j[:, None] * D + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+    return tile, seen
+
+
+@triton.jit
+def _take(q, k, v, seen, top, total, acc, scale):
+    """Take one more tile of keys into the running softmax."""
+    s = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(s, axis=1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - safe[:, None])
+    fade = tl.exp2(top - safe)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new, total * fade + tl.sum(p, axis=1), acc
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _attend_one_kernel(
     query, keys, values, out, part, stats, lengths, capacity, window, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    KS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One new token a row, least latency: each of the KS warps takes its own keys, and they meet only at the end."""
+    """One new token a row, least latency: the first tile of old keys is loaded before the kernel in front has ended.
+
+    That is allowed only if that kernel itself let this one start after its own wait (PDL 2): then everything two
+    kernels back is written, the lengths and the keys of earlier steps included. The new key is taken last.
+    """
     G: tl.constexpr = HEADS // KV
     split = tl.program_id(0)
     row = tl.program_id(1) // KV
     kv = tl.program_id(1) % KV
     start = split * CHUNK
-    if PDL:
-        _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, DP, CHUNK)
-    wait(PDL)
-    length, low, high = _reach(lengths, row, 1, 0, window, False, WINDOW)
-    if (start < high) & (start + CHUNK > low):
-        d = tl.arange(0, DP)
-        t = tl.arange(0, BQ)
-        inside = (t < G)[:, None] & (d < D)[None, :]
-        head = row * HEADS + kv * G + t
+    base = (row * KV + kv).to(tl.int64) * capacity * D
+    d = tl.arange(0, DP)
+    t = tl.arange(0, BQ)
+    inside = (t < G)[:, None] & (d < D)[None, :]
+    head = row * HEADS + kv * G + t
+    if PDL == 1 or PDL == 3:
+        wait(PDL)
+    length = tl.load(lengths + row, cache_modifier=".cg").to(tl.int32)
+    low = tl.maximum(length - window + 1, 0) if WINDOW else 0
+    if (start <= length) & (start + CHUNK > low):
+        begin = tl.maximum(start, low // BK * BK)
+        j = begin + tl.arange(0, BK)
+        k, seen = _old_keys(keys, base, j, length, window, D, DP, WINDOW)
+        v, _ = _old_keys(values, base, j, length, window, D, DP, WINDOW)
+        if PDL == 2:
+            wait(PDL)
         q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0)
-        q = tl.broadcast_to(q[None, :, :], (KS, BQ, DP))
-        base = (row * KV + kv).to(tl.int64) * capacity * D
-        top = tl.full([KS, BQ], float("-inf"), tl.float32)
-        total = tl.zeros([KS, BQ], tl.float32)
-        acc = tl.zeros([KS, BQ, DP], tl.float32)
-        for at in tl.range(tl.maximum(start, low // BK * BK), tl.minimum(start + CHUNK, high), BK):
-            j = at + (tl.arange(0, KS) * (BK // KS))[:, None] + tl.arange(0, BK // KS)[None, :]
-            seen = j < high
-            if WINDOW:
-                seen = seen & (length - j < window)
-            spot = base + j[:, :, None] * D + d[None, None, :]
-            read = (j < high)[:, :, None] & (d < D)[None, None, :]
-            k = tl.load(keys + spot, mask=read, other=0.0)
-            s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
-            s = tl.where(seen[:, None, :], s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, axis=2))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2(s - safe[:, :, None])
-            fade = tl.exp2(top - safe)
-            total = total * fade + tl.sum(p, axis=2)
-            v = tl.load(values + spot, mask=read, other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, :, None], input_precision="ieee")
-            top = new
+        # The new token's key, where this chunk holds it.
+        mine = (d < D) & (length < start + CHUNK)
+        new_k = tl.load(keys + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        new_v = tl.load(values + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        top = tl.full([BQ], float("-inf"), tl.float32)
+        total = tl.zeros([BQ], tl.float32)
+        acc = tl.zeros([BQ, DP], tl.float32)
+        top, total, acc = _take(q, k, v, seen, top, total, acc, scale)
+        for at in tl.range(begin + BK, tl.minimum(start + CHUNK, length), BK):
+            k, seen = _old_keys(keys, base, at + tl.arange(0, BK), length, window, D, DP, WINDOW)
+            v, _ = _old_keys(values, base, at + tl.arange(0, BK), length, window, D, DP, WINDOW)
+            top, total, acc = _take(q, k, v, seen, top, total, acc, scale)
         done(PDL)
-        peak = tl.max(top, axis=0)
-        weight = tl.exp2(top - peak[None, :])
-        mass = tl.sum(total * weight, axis=0)
-        mixed = tl.sum(acc * weight[:, :, None], axis=0)
+        if length < start + CHUNK:
+            s = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
+            new = tl.maximum(top, s)
+            fade = tl.exp2(top - new)
+            p = tl.exp2(s - new)
+            acc = acc * fade[:, None] + p[:, None] * new_v[None, :]
+            total = total * fade + p
+            top = new
         if SPLITS == 1:
-            mixed = mixed / mass[:, None]
-            tl.store(out + head[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + head[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
             slot = head.to(tl.int64) * SPLITS + split
-            tl.store(part + slot[:, None] * D + d[None, :], mixed, mask=inside)
-            tl.store(stats + slot * 2, peak, mask=t < G)
-            tl.store(stats + slot * 2 + 1, mass, mask=t < G)
+            tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
+            tl.store(stats + slot * 2, top, mask=t < G)
+            tl.store(stats + slot * 2 + 1, total, mask=t < G)
+    else:
+        if PDL == 2:
+            wait(PDL)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -273,10 +305,10 @@ def attend(
     part, stats = work if work is not None else (out, out)
     cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30}
     cut |= {"num_warps": t.warps, "num_stages": t.stages}
-    if t.slices and width == 1:
+    if t.one and width == 1:
         _attend_one_kernel[(splits, rows * kv)](
             query, keys, values, out, part, stats, lengths, capacity, window or 0, scale * _LOG2E,
-            BQ=max(16, power_of_two(group)), KS=t.slices, **cut, **common,
+            BQ=max(16, power_of_two(group)), **cut | {"BK": t.one}, **common,
         )  # fmt: skip
     else:
         bits, depths = tree if tree is not None else (lengths, lengths)

@@ -15,7 +15,8 @@ scales its sums by 1 / rms at the end. So an RMS norm costs no pass and no launc
 
 Overlap (Hopper's programmatic dependent launch): each kernel lets the next one start at once; that one asks its first
 weights into L2 and then waits for its input. The gap between two kernels is filled with the second one's weight reads.
-Only weights may be touched before ``gdc_wait``.
+Before ``gdc_wait`` only weights may be touched, and with PDL 2 what was written two kernels back: then each kernel lets
+the next one start after its own wait, when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ def _residual_kernel(
     at = m[None, :] * N + n[:, None]
     wa, wb = early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
     g = tl.load(gain + row).to(tl.float32)[:, None]
-    wait(PDL)
-    old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if PDL == 2:  # the residual was written two kernels back or earlier
+        old = tl.load(residual + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        wait(PDL)
+    else:
+        wait(PDL)
+        old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
     done(PDL)
     if BIAS:
@@ -124,18 +129,21 @@ def _rotary_kernel(
     m = tl.arange(0, BM)
     live = m < M
     wa, wb = early(w, ra, rb, head * D + ask_a, head * D + ask_b, K, BK, HB, KS, True, ASK, WARPS)
-    wait(PDL)
-    parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    length = tl.load(lengths + m // width, mask=live, other=0).to(tl.int64)
+    if PDL != 2:
+        wait(PDL)
+    length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
     slot = length + m % width
     if TREE:
-        position = length + tl.load(depths + m, mask=live, other=0).to(tl.int64)
+        position = length + tl.load(depths + m, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
     else:
         position = slot
     turns = live & (head < HEADS + KV)  # values do not turn
-    turn = position[None, :] * HALF + i[:, None]
+    turn = tl.minimum(position, capacity - 1)[None, :] * HALF + i[:, None]  # the table ends where the cache does
     c = tl.load(cos + turn, mask=turns[None, :], other=1.0)
     s = tl.load(sin + turn, mask=turns[None, :], other=0.0)
+    if PDL == 2:  # lengths and depths were written two kernels back or earlier
+        wait(PDL)
+    parts = square_parts(squares, m, M, PARTS, PARTS_2)
     a, b = product(x, w, wa, wb, ra, rb, m, M, K, BK, HB, BM, KS, True)
     done(PDL)
     scale = inverse_rms(parts, eps, K)

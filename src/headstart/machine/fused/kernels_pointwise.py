@@ -83,6 +83,7 @@ def _rotate_kernel(
         position = slot
         if TREE:
             position = length + tl.load(depths + m).to(tl.int64)
+        position = tl.minimum(position, capacity - 1)  # the table ends where the cache does
         c = tl.load(cos + position * HALF + i, mask=real, other=1.0)
         s = tl.load(sin + position * HALF + i, mask=real, other=0.0)
         a, b = a * c - b * s, b * c + a * s

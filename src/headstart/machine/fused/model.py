@@ -86,19 +86,20 @@ class FusedModel:
             raise ValueError(f"{len(self.cache)} layers of cache for {len(w.layers)} layers")
         self.rotary = w.rotary_table(self.capacity)
         self.attention = attention_tile(w.head_dim, w.dtype, draft=draft)
-        # When the next kernel may start, see ``kernels_blocks.wait``.
-        self.overlap = 0 if not supports_overlap(w.device) else 1 if draft else 0
+        # When the next kernel may start, see ``kernels_blocks.wait``. Measured on an H200: an early start halves a
+        # 135M step and makes an 8B step a tenth slower, so there it comes late.
+        self.overlap = 0 if not supports_overlap(w.device) else 2 if draft else 3
         self._tiles = {alone: self._plan(alone and draft) for alone in (False, True)}
 
     def _plan(self, alone: bool) -> dict[str, Tile]:
         """The tile of each matrix; ``alone``: for a draft's steps of one token."""
         w, layer = self.weights, self.weights.layers[0]
         matrices = {
-            "qkv": (layer.qkv, layer.q_norm is None),
-            "o": (layer.o, False),
-            "gate_up": (layer.gate_up, True),
-            "down": (layer.down, False),
-            "head": (w.head, False),
+            "qkv": (layer.qkv, w.head_dim // 2 if layer.q_norm is None else 0),
+            "o": (layer.o, 0),
+            "gate_up": (layer.gate_up, w.ffn),
+            "down": (layer.down, 0),
+            "head": (w.head, 0),
         }
         return {
             name: tile(m.shape[0], m.shape[1], pair=pair, dtype=w.dtype, alone=alone)
@@ -128,8 +129,8 @@ class FusedModel:
         work = None
         if bound > self.attention.chunk and width <= _SPLIT_WIDTH:
             work = self._split_buffers(rows * width, -(-bound // self.attention.chunk))
-        step = _Step(rows, width, first_row, lengths, tree, bound, work)
-        tokens = tokens.reshape(-1)
+        step = _Step(rows, width, first_row, lengths.contiguous(), tree, bound, work)
+        tokens = tokens.reshape(-1).contiguous()  # a column of a wider tensor stays strided through reshape
         keep = width if keep is None else keep
         if skinny_rows(step.count):
             return self._skinny(tokens, step, keep)
@@ -138,12 +139,12 @@ class FusedModel:
     # -- up to 32 tokens --------------------------------------------------------------------------------------
 
     def _skinny(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
-        w, pdl, count = self.weights, self.overlap, step.count
+        w, count, pdl = self.weights, step.count, self.overlap
+        tiles = self._tiles[count == 1]
         x, scaled = self._new(count, w.hidden), self._new(count, w.hidden)
         hidden = self._new(count, w.ffn)
         query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
         flat = attended.view(count, -1)
-        tiles = self._tiles[count == 1]
         squares = self._new(count, 1, dtype=torch.float32)
         after_o, after_down = (
             self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down")
@@ -153,7 +154,7 @@ class FusedModel:
         for i, layer in enumerate(w.layers):
             cache = self._cache_of(i, step)
             self._queries(scaled, squares, layer, query, cache, step)
-            self._attend(query, cache, attended, layer, step)
+            self._attend(query, cache, attended, layer, step, pdl)
             matmul_residual(
                 flat, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias, squares=after_o, pdl=pdl
             )
@@ -170,21 +171,21 @@ class FusedModel:
         self, scaled: Tensor, squares: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step
     ) -> None:
         """Queries to ``query``, keys and values into the cache."""
-        w, t = self.weights, self._tiles[step.count == 1]["qkv"]
+        w, t, pdl = self.weights, self._tiles[step.count == 1]["qkv"], self.overlap
         if layer.q_norm is None or layer.k_norm is None:
             matmul_rotary(
                 scaled, layer.qkv, query, cache, self.rotary, step.lengths, step.depths, t, bias=layer.qkv_bias,
-                squares=squares, eps=w.eps, width=step.width, pdl=self.overlap,
+                squares=squares, eps=w.eps, width=step.width, pdl=pdl,
             )  # fmt: skip
             return
         qkv = self._new(step.count, layer.qkv.shape[0])
-        matmul(scaled, layer.qkv, qkv, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=self.overlap)
-        self._rotate(qkv, layer, query, cache, step)
+        matmul(scaled, layer.qkv, qkv, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=pdl)
+        self._rotate(qkv, layer, query, cache, step, pdl)
 
     # -- more tokens ------------------------------------------------------------------------------------------
 
     def _dense(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
-        w, pdl, count = self.weights, self.overlap, step.count
+        w, pdl, count = self.weights, min(self.overlap, 1), step.count
         x, normed = self._new(count, w.hidden), self._new(count, w.hidden)
         hidden = self._new(count, w.ffn)
         query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
@@ -194,8 +195,8 @@ class FusedModel:
         for i, layer in enumerate(w.layers):
             cache = self._cache_of(i, step)
             norm(x, add, layer.input_norm, normed, eps=w.eps, pdl=pdl)
-            self._rotate(F.linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step)
-            self._attend(query, cache, attended, layer, step)
+            self._rotate(F.linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step, pdl)
+            self._attend(query, cache, attended, layer, step, pdl)
             norm(x, F.linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
             swiglu(F.linear(normed, layer.gate_up), hidden)
             add = F.linear(hidden, layer.down)
@@ -204,17 +205,21 @@ class FusedModel:
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
-    def _rotate(self, qkv: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step) -> None:
+    def _rotate(
+        self, qkv: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step, pdl: int
+    ) -> None:
         gains = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         rotate(
             qkv, gains, query, cache, self.rotary, step.lengths, step.depths, width=step.width, eps=self.weights.eps,
-            pdl=self.overlap,
+            pdl=pdl,
         )  # fmt: skip
 
-    def _attend(self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, layer: Layer, step: _Step) -> None:
+    def _attend(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, layer: Layer, step: _Step, pdl: int
+    ) -> None:
         attend(
             query, cache, out, step.lengths, step.tree, width=step.width, window=layer.window,
-            scale=self.weights.head_dim**-0.5, t=self.attention, bound=step.bound, work=step.work, pdl=self.overlap,
+            scale=self.weights.head_dim**-0.5, t=self.attention, bound=step.bound, work=step.work, pdl=pdl,
         )  # fmt: skip
 
     def _last_logits(self, x: Tensor, step: _Step, keep: int) -> Tensor:
@@ -224,7 +229,7 @@ class FusedModel:
             return self._new(step.rows, 0, w.vocab_size, dtype=torch.float32)
         x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1).contiguous()
         normed = torch.empty_like(x)
-        norm(x, None, w.norm, normed, eps=w.eps, pdl=self.overlap)
+        norm(x, None, w.norm, normed, eps=w.eps, pdl=min(self.overlap, 1))
         return self._head(normed, None, step.rows, keep)
 
     def _head(self, x: Tensor, squares: Tensor | None, rows: int, keep: int) -> Tensor:
@@ -232,16 +237,8 @@ class FusedModel:
         if not skinny_rows(rows * keep):
             return F.linear(x, w.head).float().view(rows, keep, -1)
         logits = self._new(rows * keep, w.vocab_size, dtype=torch.float32)
-        matmul(
-            x,
-            w.head,
-            logits,
-            self._tiles[rows * keep == 1]["head"],
-            bias=None,
-            squares=squares,
-            eps=w.eps,
-            pdl=self.overlap,
-        )
+        t = self._tiles[rows * keep == 1]["head"]
+        matmul(x, w.head, logits, t, bias=None, squares=squares, eps=w.eps, pdl=self.overlap)
         return logits.view(rows, keep, -1)
 
     def _cache_of(self, index: int, step: _Step) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ it is decoded alone or verified with eight others: speculative and plain decodin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -32,28 +32,30 @@ class Tile:
     prefetch: int  # bytes of each weight row asked into L2 while the kernel before is still running
 
 
-def tile(outputs: int, inputs: int, *, pair: bool, dtype: torch.dtype, alone: bool = False) -> Tile:
-    """The tile for a matrix [outputs, inputs]. ``pair``: the kernel takes rows in two halves (rotary, gate and up).
+def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, alone: bool = False) -> Tile:
+    """The tile for a matrix [outputs, inputs].
 
+    ``pair``: the kernel takes rows in two halves (rotary, gate and up), and the tile's rows must divide this number.
     ``alone``: for a draft's step of one token, where latency is all and sums need not be those of a wider step.
     """
-    if alone and inputs <= 2048 and dtype != torch.float32:
+    if dtype == torch.float32:  # for exactness, not for speed
+        return Tile(rows=16, depth=64, slices=4, warps=4, stages=2, prefetch=0)
+    if alone and inputs <= 2048:
         depth = power_of_two(inputs)
         if outputs * inputs > 1 << 23:
-            return Tile(rows=8, depth=depth, slices=0, warps=4, stages=1, prefetch=0)
+            return Tile(rows=8, depth=depth, slices=0, warps=2, stages=1, prefetch=0)
         if pair and outputs >= 2048:
             return Tile(rows=8, depth=depth, slices=0, warps=2, stages=1, prefetch=0)
         return Tile(rows=4, depth=depth, slices=0, warps=4 if inputs < 1024 and not pair else 1, stages=1, prefetch=0)
-    if inputs <= 2048 and outputs * inputs <= 1 << 22:
-        warps = 8 if inputs > 1024 else 4
-        found = Tile(rows=16, depth=power_of_two(inputs), slices=warps, warps=warps, stages=1, prefetch=0)
-    elif pair or outputs < 8192:
-        found = Tile(rows=16, depth=256, slices=4, warps=4, stages=4, prefetch=0)
-    else:
-        found = Tile(rows=32, depth=256, slices=4, warps=4, stages=4, prefetch=0)
-    if dtype == torch.float32:  # for exactness, not for speed: fewer channels, so that tiles fit
-        found = replace(found, depth=64, slices=4, warps=4, stages=2)
-    return found
+    if inputs <= 1024 and outputs * inputs <= 1 << 22:
+        return Tile(rows=16, depth=power_of_two(inputs), slices=4, warps=4, stages=1, prefetch=0)
+    if pair:
+        if pair % 64 == 0:
+            return Tile(rows=64, depth=128, slices=1, warps=4, stages=4, prefetch=0)
+        return Tile(rows=16, depth=512, slices=4, warps=4, stages=3, prefetch=0)
+    if outputs < 8192:
+        return Tile(rows=16, depth=256, slices=4, warps=4, stages=6, prefetch=0)
+    return Tile(rows=64, depth=64, slices=1, warps=4, stages=8, prefetch=0)
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,14 @@ class AttentionTile:
     warps: int
     stages: int
     queries: int  # fewest queries (tokens x heads of a group) in a tile
-    slices: int  # for a step of one token a row: warps that take different keys; 0: as in any other step
+    one: int  # for a draft's steps of one token a row: keys at a time in the kernel made for them; 0: as any other step
 
 
 def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) -> AttentionTile:
     """The tile for heads of this width. ``draft``: latency is all, and one token's sums need not be a wider step's."""
     chunk = 1024 if head_dim <= 64 else 512
     if dtype == torch.float32:
-        return AttentionTile(chunk, keys=64, warps=4, stages=2, queries=16, slices=4 if draft else 0)
+        return AttentionTile(chunk, keys=32, warps=4, stages=2, queries=64, one=32 if draft else 0)
     if draft:
-        return AttentionTile(chunk, keys=64, warps=4, stages=3, queries=16, slices=0)
-    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=64, slices=0)
+        return AttentionTile(chunk, keys=64, warps=8, stages=2, queries=16, one=256 if head_dim <= 64 else 128)
+    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=64, one=0)

@@ -28,10 +28,19 @@ class FusedRunner(EagerRunner):
     fused: FusedModel | None = None  # until the slab is there
 
     def __init__(
-        self, model: PreTrainedModel, *, rows: int = 1, max_len: int = 2048, margin: int = MARGIN, probe: bool = True
+        self,
+        model: PreTrainedModel,
+        *,
+        rows: int = 1,
+        max_len: int = 2048,
+        margin: int = MARGIN,
+        probe: bool = True,
+        draft: bool = False,
     ) -> None:
+        """``draft``: see ``FusedModel``."""
         super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=True)  # also allocates the slab
-        self.fused = FusedModel(lower(model), [(layer.keys, layer.values) for layer in self.slab.layers])
+        cache = [(layer.keys, layer.values) for layer in self.slab.layers]
+        self.fused = FusedModel(lower(model), cache, draft=draft)
 
     @torch.inference_mode()
     def forward(

@@ -1,0 +1,50 @@
+"""Two guessers at once: copy where the text repeats itself, ask the trained one where it does not.
+
+Knows: who guesses better for a sequence now, by the length of the match. Does not know: how either of them guesses.
+
+A copied guess costs nothing and can be long; a trained one costs time for every token and is right more often when
+nothing repeats. So the copier is asked first, and its guess is taken when its match is long enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..types import DraftView, Proposal, Verdict
+from .base import Drafter
+from .lookup import LookupDrafter
+
+__all__ = ["PortfolioDrafter"]
+
+Budgets = Callable[[Sequence[DraftView], Sequence[int]], list[int]]
+
+# A match of this many tokens is right about as often as a good trained draft, and needs no time to draft.
+LONG_MATCH = 4
+
+
+class PortfolioDrafter(Drafter):
+    """``lookup`` beside another drafter."""
+
+    free = True  # of its own budget: ``budgets`` decides how much of the costly drafter is worth its time
+
+    def __init__(self, costly: Drafter, budgets: Budgets, long_match: int = LONG_MATCH) -> None:
+        """``budgets``: how many tokens the costly drafter may draft for each sequence, at most the given limits."""
+        self.costly = costly
+        self.lookup = LookupDrafter(min_match=long_match)
+        self.name = f"{costly.name}+lookup"
+        self._budgets = budgets
+
+    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
+        copied = self.lookup.propose(views, budgets)
+        left = [0 if guess is not None else limit for guess, limit in zip(copied, budgets, strict=True)]
+        if not any(left):
+            return copied
+        drafted = self.costly.propose(views, self._budgets(views, left))
+        return [guess if guess is not None else other for guess, other in zip(copied, drafted, strict=True)]
+
+    def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
+        self.costly.commit(views, verdicts)
+
+    def release(self, sequence_id: str) -> None:
+        self.lookup.release(sequence_id)
+        self.costly.release(sequence_id)
