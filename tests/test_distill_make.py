@@ -75,7 +75,7 @@ def test_a_draft_is_made_served_and_described(kind: str, target: PreTrainedModel
     llm = LLM(target, str(tmp_path), gamma=3, max_model_len=64, check=False)
     prompt = [5, 9, 3]
     assert llm.generate(prompt, GREEDY).token_ids == plain.generate(prompt, GREEDY).token_ids
-    assert llm.stats.acceptance_rate > 0.3
+    assert llm.stats.accepted > 3
     if kind == "model":
         served = AutoModelForCausalLM.from_pretrained(tmp_path)
         ids = torch.tensor([prompt])

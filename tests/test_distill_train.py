@@ -1,4 +1,4 @@
-"""Training at toy scale: acceptance rises, a wrong loss does not get there, and a killed run ends as a whole one does."""
+"""Training at toy scale: alpha rises, a wrong loss does not get there, and a killed run ends as a whole one does."""
 
 from __future__ import annotations
 

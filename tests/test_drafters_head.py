@@ -20,6 +20,7 @@ from headstart.distill.students import Batch, HeadStudent, Teacher
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.pen import Pen
 from headstart.engine.engine import Engine
+from headstart.machine.embedded import embedded_draft
 from headstart.machine.head import HeadNet, head_folder, load_head, save_head
 from headstart.machine.runner import EagerRunner
 from headstart.testing import TINY_VOCABULARY, tiny_model
@@ -282,3 +283,43 @@ def test_watching_is_refused_where_features_would_be_missing() -> None:
     runner.watch([0, 1])  # the same again is fine
     with pytest.raises(ValueError, match="already"):
         runner.watch([1])
+
+
+@torch.no_grad()
+def test_small_numbers_on_a_cpu_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 matrices: a few percent off at a few rows, exact at many, gone when the weights move."""
+    torch.manual_seed(0)
+    net = head_for(target(), torch.arange(64), width=64, head_dim=16)
+    y = torch.randn(3, 64)
+    exact = net.logits(y)
+    monkeypatch.setattr("headstart.machine.head._int8_pays", lambda *_: False)
+    assert not net.shrink()
+    assert torch.equal(net.logits(y), exact)
+    monkeypatch.setattr("headstart.machine.head._int8_pays", lambda *_: True)
+    assert net.shrink()
+    near = net.logits(y)
+    assert not torch.equal(near, exact)
+    assert float((near - exact).norm() / exact.norm()) < 0.03
+    many = torch.randn(40, 64)
+    torch.testing.assert_close(net.logits(many), many @ net.head.T)
+    net.to(torch.float64)
+    torch.testing.assert_close(net.logits(y.double()), exact.double())
+
+
+def test_the_shipped_head_drafts_well_and_changes_nothing(embedded: LLM) -> None:
+    """Two answers of the embedded model: the text of plain decoding, in far fewer forwards."""
+    folder = embedded_draft()
+    assert folder is not None
+    assert (folder / "model.safetensors").stat().st_size < 25e6
+    assert (folder / "README.md").exists()
+    runner = embedded.engine.parts.runner
+    assert isinstance(runner, EagerRunner)
+    llm = LLM(runner.model, str(folder), tokenizer=embedded.tokenizer, gamma=5, max_rows=2, check=False)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    chats = [[{"role": "user", "content": text}] for text in ("How do I boil an egg?", "What is 17 plus 25?")]
+    plain = SamplingParams(temperature=0, max_tokens=40, speculate=False)
+    answers, expected = llm.chat(chats, params), embedded.chat(chats, plain)
+    assert isinstance(answers, list)
+    assert isinstance(expected, list)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
+    assert llm.stats.acceptance_length > 1.8

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..machine.head import HeadNet, save_head
+from ..machine.loading import quiet
 from ..machine.watch import Watch
 
 __all__ = ["Batch", "HeadStudent", "ModelStudent", "Reading", "Student", "Teacher"]
@@ -159,7 +160,8 @@ class ModelStudent:
         return states
 
     def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        with quiet():
+            self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -190,12 +192,13 @@ def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], back: Tensor) -
     true_keys, true_values = keys[0].transpose(1, 2), values[0].transpose(1, 2)
     if step == 0:
         return F.scaled_dot_product_attention(q, true_keys, true_values, attn_mask=back >= 0).transpose(1, 2)
-    scores = [((q @ true_keys.transpose(2, 3)) * scale).masked_fill(back < step, float("-inf"))]
+    true = ((q @ true_keys.transpose(2, 3)) * scale).masked_fill(back < step, float("-inf"))
     own = [(_later(keys[m], step - m), _later(values[m], step - m)) for m in range(1, step + 1)]
-    scores += [((q * k.transpose(1, 2)).sum(-1, keepdim=True) * scale) for k, _ in own]
-    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
-    out = weights[..., : -len(own)] @ true_values
+    mine = torch.cat([(q * k.transpose(1, 2)).sum(-1, keepdim=True) * scale for k, _ in own], -1)
+    mine = F.pad(mine, (0, -step % 8), value=float("-inf"))  # rows of odd lengths make slow products on a GPU
+    weights = torch.cat([true, mine], -1).softmax(-1).to(q.dtype)
+    length = true.shape[-1]
+    out = weights[..., :length] @ true_values
     for m, (_, v) in enumerate(own):
-        column = weights.shape[-1] - len(own) + m
-        out = out + weights[..., column : column + 1] * v.transpose(1, 2)
+        out = out + weights[..., length + m : length + m + 1] * v.transpose(1, 2)
     return out.transpose(1, 2)
