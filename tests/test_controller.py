@@ -109,6 +109,35 @@ def test_a_slow_draft_is_not_used() -> None:
     assert sum(chosen[-30:]) <= 4
 
 
+def test_reading_the_prompt_is_no_draft_step() -> None:
+    """The first draft of a sequence takes long, because the drafter reads the prompt; that must not scare it off."""
+    controller = AdaptiveController(10)
+    for name in "abc":
+        for i in range(12):
+            (gamma,) = controller.budgets([View(name)], [10])
+            seconds = FLAT[gamma + 1]
+            first = gamma and i <= 1
+            draft = 50.0 if first else 0.05 * gamma
+            controller.observe(
+                [
+                    replace(
+                        ROUND,
+                        sequence=name,
+                        drafted=gamma,
+                        accepted=gamma,
+                        emitted=gamma + 1,
+                        width=gamma + 1,
+                        draft_seconds=draft,
+                        verify_seconds=seconds,
+                        round_seconds=seconds + draft,
+                        outcomes=(True,) * gamma,
+                    )
+                ]
+            )
+        assert gamma >= 6, "drafting pays, and it goes on"
+        controller.forget(name)
+
+
 def test_free_guesses_are_trimmed_by_their_strength() -> None:
     controller = AdaptiveController(10, free=True)
     cost = {width: 1.0 if width == 1 else 1.6 for width in range(1, 12)}

@@ -158,7 +158,8 @@ class AdaptiveController:
         self._overhead: deque[float] = deque(maxlen=15)
         self._shared: dict[int, _Hits] = {}
         self._own: dict[str, dict[int, _Hits]] = {}
-        self._idle: dict[str, int] = {}
+        self._idle: dict[str, int] = {}  # rounds since a sequence last had a draft
+        self._awake: set[str] = set()  # sequences whose costly drafter was asked in their last round
         self._reason: str | None = None
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
@@ -191,12 +192,15 @@ class AdaptiveController:
         first = rounds[0]
         if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
             self._costs.add(first.rows, first.width, first.verify_seconds)
-        paid = max((r.drafted for r in rounds if r.strength == 0), default=0)
-        if paid:
-            self._draft_step.append(first.draft_seconds / paid)
+        paid = [r for r in rounds if r.drafted and r.strength == 0]
+        # A drafter that was not asked for a while first reads what it missed (at the start, the whole prompt):
+        # that is no draft step.
+        if paid and all(r.sequence in self._awake for r in paid):
+            self._draft_step.append(first.draft_seconds / max(r.drafted for r in paid))
         self._overhead.append(max(0.0, first.round_seconds - first.verify_seconds - first.draft_seconds))
         for r in rounds:
             self._idle[r.sequence] = 0 if r.drafted else self._idle.get(r.sequence, 0) + 1
+            (self._awake.add if r.drafted and r.strength == 0 else self._awake.discard)(r.sequence)
             for ahead, hit in enumerate(r.outcomes):
                 strength = _grown(r.strength, ahead)
                 self._own_hits(r.sequence, strength).add(hit)
@@ -205,6 +209,7 @@ class AdaptiveController:
     def forget(self, sequence_id: str) -> None:
         self._own.pop(sequence_id, None)
         self._idle.pop(sequence_id, None)
+        self._awake.discard(sequence_id)
 
     def reason(self) -> str | None:
         return self._reason
