@@ -247,13 +247,14 @@ class LLM:
             raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
         return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
 
-    def _runner(self, loaded: Loaded) -> EagerRunner:
+    def _runner(self, loaded: Loaded, *, draft: bool = False) -> EagerRunner:
         runner, reason = open_runner(
             loaded.model,
             rows=self.config.engine.max_rows,
             max_len=self._longest,
             margin=2 * (self.config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
             probe=self._check,
+            draft=draft,
         )
         if reason is not None:
             log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
@@ -286,7 +287,7 @@ class LLM:
                 f"{self._longest}: set max_model_len={loaded.report.max_context} or use another draft."
             )
         return ModelDrafter(
-            self._runner(loaded),
+            self._runner(loaded, draft=True),
             vocab_size=min(self._vocab_size, target.vocab_size),
             width=target.vocab_size,
             prefill_chunk=self.config.engine.prefill_chunk,
