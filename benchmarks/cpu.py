@@ -127,7 +127,7 @@ def pair(target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
     with torch.no_grad():
         for name, weight in draft.named_parameters():
             if weight.dim() > 1 and "layers" in name:
-                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * 0.04)
+                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * 0.08)
     return big, draft
 
 
