@@ -20,6 +20,7 @@ from headstart.distill.students import Batch, HeadStudent, Teacher
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.pen import Pen
 from headstart.engine.engine import Engine
+from headstart.machine import int8
 from headstart.machine.embedded import embedded_draft
 from headstart.machine.head import HeadNet, head_folder, load_head, save_head
 from headstart.machine.runner import EagerRunner
@@ -286,16 +287,23 @@ def test_watching_is_refused_where_features_would_be_missing() -> None:
 
 
 @torch.no_grad()
-def test_small_numbers_on_a_cpu_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """int8 matrices: a few percent off at a few rows, exact at many, gone when the weights move."""
+@pytest.mark.parametrize("way", ["_float_sums", "_integer_sums"])
+def test_small_numbers_on_a_cpu_are_nearly_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 matrices: a percent off at a few rows, exact at many, gone when the weights move."""
     torch.manual_seed(0)
     net = head_for(target(), torch.arange(64), width=64, head_dim=16)
     y = torch.randn(3, 64)
     exact = net.logits(y)
-    monkeypatch.setattr("headstart.machine.head._int8_pays", lambda *_: False)
+
+    def only(matrix: torch.Tensor) -> int8.Product:
+        scale = matrix.abs().amax(1) / 127
+        made: int8.Product = getattr(int8, way)((matrix / scale[:, None]).round().to(torch.int8), scale)
+        return made
+
+    monkeypatch.setattr("headstart.machine.head.quickest", lambda matrix: None)
     assert not net.shrink()
     assert torch.equal(net.logits(y), exact)
-    monkeypatch.setattr("headstart.machine.head._int8_pays", lambda *_: True)
+    monkeypatch.setattr("headstart.machine.head.quickest", only)
     assert net.shrink()
     near = net.logits(y)
     assert not torch.equal(near, exact)
@@ -303,7 +311,18 @@ def test_small_numbers_on_a_cpu_are_nearly_the_same(monkeypatch: pytest.MonkeyPa
     many = torch.randn(40, 64)
     torch.testing.assert_close(net.logits(many), many @ net.head.T)
     net.to(torch.float64)
-    torch.testing.assert_close(net.logits(y.double()), exact.double())
+    torch.testing.assert_close(net.logits(y.double()), exact.double(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_fastest_product_is_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, x = torch.randn(4096, 256), torch.randn(2, 256)
+    found = int8.quickest(matrix)
+    if found is not None:  # which it is depends on the machine
+        assert float((found(x).float() - x @ matrix.T).norm() / (x @ matrix.T).norm()) < 0.03
+    monkeypatch.setattr(int8, "_float_sums", lambda small, scale: lambda x: torch.zeros(len(x), len(small)))
+    monkeypatch.setattr(int8, "_integer_sums", lambda small, scale: None)
+    assert int8.quickest(matrix) is None, "wrong or missing ways are passed over"
 
 
 def test_the_shipped_head_drafts_well_and_changes_nothing(embedded: LLM) -> None:

@@ -18,10 +18,9 @@ so slots that are only remembered cost two small products and no attention.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,11 +30,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import ModelNotFound, ModelRefused
+from .int8 import MOST_ROWS, Product, quickest
 
 __all__ = ["MODEL_TYPE", "HeadConfig", "HeadNet", "head_folder", "load_head", "save_head"]
 
 MODEL_TYPE = "headstart_head"
-_MOST_ROWS = 8  # slots at once that int8 is faster for
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -100,33 +99,33 @@ class HeadNet(nn.Module):
         self.gate_up = matrix(2 * c.ffn, c.width)
         self.down = matrix(c.width, c.ffn, 0.5)
         self.head = matrix(c.vocab, c.width)
-        self._small: dict[str, tuple[Tensor, Tensor]] = {}  # matrices as int8, and the scale of each row
+        self._quick: dict[str, Product] = {}  # matrices that have a faster product for a few rows
 
     def shrink(self) -> bool:
-        """For drafting on a CPU: matrices as int8, a quarter of the bytes to stream, if that is faster here.
+        """For drafting on a CPU: products with int8 copies of the matrices, each done the way that is fastest here.
 
         A guess may be a little off, since the target checks it. Products with many rows (prompts) stay as they are.
         """
-        if self.fuse.device.type != "cpu" or not hasattr(torch, "_weight_int8pack_mm"):
-            return False
-        names = ("fuse", "embed", "qkv", "out", "gate_up", "down", "head")
-        with torch.no_grad():
-            self._small = {name: _as_int8(getattr(self, name)) for name in names}
-            if not _int8_pays(self.head.detach(), self._small["head"]):
-                self._small = {}
-        return bool(self._small)
+        self._quick = {}
+        if self.fuse.device.type == "cpu":
+            with torch.no_grad():
+                for name in ("fuse", "embed", "qkv", "out", "gate_up", "down", "head"):
+                    quick = quickest(getattr(self, name).detach())
+                    if quick is not None:
+                        self._quick[name] = quick
+        return bool(self._quick)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._small = {}  # moved or cast: the copies no longer belong to the weights
+        self._quick = {}  # moved or cast: the copies no longer belong to the weights
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _product(self, x: Tensor, name: str) -> Tensor:
         """x [.., columns] times the transpose of a matrix [rows, columns]."""
-        small = self._small.get(name)
-        if small is None or x.numel() > _MOST_ROWS * x.shape[-1]:
+        quick = self._quick.get(name)
+        if quick is None or x.numel() > MOST_ROWS * x.shape[-1]:
             matrix: Tensor = getattr(self, name)
             return F.linear(x, matrix)
-        return _int8_product(x, small)
+        return quick(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
 
     def fused(self, features: Tensor) -> Tensor:
         """The target's features [.., F] -> g [.., width]."""
@@ -166,41 +165,6 @@ class HeadNet(nn.Module):
 
     def _norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), eps=self.config.eps)
-
-
-# -- int8 on a CPU --------------------------------------------------------------------------------------------------
-
-
-def _as_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> int8 of the same shape, and bfloat16 scales [rows]."""
-    scale = (matrix.detach().abs().amax(1) / 127).clamp_min(1e-12).bfloat16()
-    return (matrix.detach() / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def _int8_product(x: Tensor, small: tuple[Tensor, Tensor]) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1]).bfloat16()
-    found: Tensor = torch._weight_int8pack_mm(flat, *small)
-    return found.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def _int8_pays(matrix: Tensor, small: tuple[Tensor, Tensor]) -> bool:
-    """Right to a few percent, and faster? Not every machine has instructions for it."""
-    x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
-    exact = F.linear(x, matrix)
-    try:
-        error = (_int8_product(x, small) - exact).norm() / exact.norm()
-    except RuntimeError:
-        return False
-    return bool(error < 0.05) and _seconds(lambda: _int8_product(x, small)) < _seconds(lambda: F.linear(x, matrix))
-
-
-def _seconds(work: Callable[[], Tensor]) -> float:
-    best = float("inf")
-    for _ in range(6):
-        begun = perf_counter()
-        work()
-        best = min(best, perf_counter() - begun)
-    return best
 
 
 # -- on disk ------------------------------------------------------------------------------------------------------
