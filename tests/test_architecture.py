@@ -23,6 +23,7 @@ FLOORS = {
     "deploy": 5,
     "testing": 5,
     "api": 6,
+    "tensors": 7,
     "cli": 7,
     "server": 7,
     "__init__": 8,

@@ -6,7 +6,7 @@ llm = LLM(draft="lookup")
 print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temperature=0)).text)
 """
 
-from .api import LLM, SpeculativeOutput, speculative_decode
+from .api import LLM
 from .drafters.base import Drafter
 from .errors import (
     EngineBusy,
@@ -18,6 +18,7 @@ from .errors import (
     ModelRefused,
     PromptTooLong,
 )
+from .tensors import SpeculativeOutput, speculative_decode
 from .types import Choice, Completion, DraftView, Piece, Proposal, Round, SamplingParams, Stats, TokenLogprob, Verdict
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``, and ``speculative_decode`` for plain tensors.
+"""The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``.
 
 Knows: how to put models, a drafter and an engine together, and how people write prompts. Does not know: how any of it
 works inside.
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, overload
+from typing import Any, Literal, Self, TypeAlias, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ from .drafters.portfolio import PortfolioDrafter
 from .engine.captured import CapturedRounds, DeviceRunner
 from .engine.engine import Engine, Handle
 from .engine.stats import EngineStats
-from .errors import GenerationFailed, InvalidParameter, ModelRefused
+from .errors import InvalidParameter, ModelRefused
 from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.fused import open_runner
 from .machine.head import head_folder
@@ -33,7 +33,7 @@ from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
 from .types import Completion, DraftView, Piece, Request, SamplingParams
 
-__all__ = ["LLM", "SpeculativeOutput", "Stream", "speculative_decode"]
+__all__ = ["LLM", "Stream"]
 
 log = logging.getLogger(__name__)
 
@@ -362,47 +362,3 @@ def _per_prompt(name: str, value: Any, kinds: Any, n: int) -> list[Any]:
         if not isinstance(item, kinds):
             raise InvalidParameter(name, f"must hold one entry for each prompt, not {item!r}")
     return values
-
-
-class SpeculativeOutput(NamedTuple):
-    """What ``speculative_decode`` returns."""
-
-    ids: torch.Tensor  # [B, T] prompt and answer, short rows padded at the end
-    acceptance_rate: float
-
-
-def speculative_decode(
-    target_model: PreTrainedModel,
-    draft_model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    gamma: int = 5,
-    max_tokens: int = 100,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    *,
-    seed: int | None = None,
-    pad_token_id: int = 0,
-    **params: Any,
-) -> SpeculativeOutput:
-    """Speculative decoding of plain Hugging Face models on plain tensors. ``input_ids``: [T] or [B, T], unpadded.
-
-    Takes every other field of ``SamplingParams`` by name too. For more than one call build an ``LLM`` instead: it keeps
-    its caches.
-    """
-    settings = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, **params
-    )
-    if input_ids.dim() not in (1, 2) or not input_ids.numel():
-        raise InvalidParameter("input_ids", f"must be [T] or [B, T] and not empty, not {tuple(input_ids.shape)}")
-    prompts = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
-    longest = len(prompts[0]) + max_tokens
-    llm = LLM(target_model, draft_model, gamma=gamma, max_rows=len(prompts), max_model_len=max(2, longest), check=False)
-    answers = llm.generate(prompts, settings)
-    for answer in answers:
-        if answer.error:
-            raise GenerationFailed(answer.error)
-    lines = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
-    width = max(map(len, lines))
-    ids = torch.tensor([line + [pad_token_id] * (width - len(line)) for line in lines], device=input_ids.device)
-    return SpeculativeOutput(ids, llm.stats.acceptance_rate)
