@@ -113,7 +113,7 @@ def batches(llm: LLM, encoded: dict[str, list[list[int]]], tokens: int, rows: in
     return {"comparison": f"batch {rows} over batch 1, throughput", "median": median(ratios), "all": ratios}
 
 
-def pair(target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(target: PreTrainedModel, noise: float) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A larger target that computes the embedded model's function, and a draft that agrees with it often, not always.
 
     The draft is the embedded model with noise on its weights: real text, and an acceptance rate well under 1.
@@ -127,7 +127,7 @@ def pair(target: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
     with torch.no_grad():
         for name, weight in draft.named_parameters():
             if weight.dim() > 1 and "layers" in name:
-                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * 0.08)
+                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
     return big, draft
 
 
@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument("--per-kind", type=int, default=10, help="prompts of each kind of task")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--draft-tokens", type=int, default=48, help="for the draft-model pair, whose target is larger")
+    parser.add_argument(
+        "--draft-noise", type=float, default=0.04, help="how far the draft's weights are off; 0.08: alpha 0.7"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["plain", "default", "lookup", "batch", "draft"])
     parser.add_argument("--out", default="cpu.json")
@@ -201,7 +204,7 @@ def main() -> None:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=8)
         keep(batches(llm, encoded, 24, 8, repeats=5))
     if "draft" in arguments.parts:
-        big, draft = pair(target)
+        big, draft = pair(target, arguments.draft_noise)
         llm = LLM(big, draft, max_rows=1)
         peer = hugging_face(big, assistant_model=draft)
         add("draft", llm, "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
