@@ -50,10 +50,17 @@ def table_engine(
     )
 
 
-def table_draft(draft: torch.Tensor, *, rows: int = 4, max_len: int = 64, gamma: int = 3) -> ModelDrafter:
+def table_draft(
+    draft: torch.Tensor,
+    *,
+    rows: int = 4,
+    max_len: int = 64,
+    gamma: int = 3,
+    least_hope: Callable[[], float] | None = None,
+) -> ModelDrafter:
     """A draft language model that is another table."""
     runner = TableRunner(draft, rows=rows, max_len=max_len, margin=gamma + 20)
-    return ModelDrafter(runner, vocab_size=draft.shape[-1], width=draft.shape[-1])
+    return ModelDrafter(runner, vocab_size=draft.shape[-1], width=draft.shape[-1], least_hope=least_hope)
 
 
 def tree_drafter(draft: torch.Tensor) -> ScriptedDrafter:

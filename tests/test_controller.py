@@ -109,6 +109,25 @@ def test_a_slow_draft_is_not_used() -> None:
     assert sum(chosen[-30:]) <= 4
 
 
+def test_how_likely_one_more_token_must_be() -> None:
+    """Dearer draft steps ask for more hope; nothing is asked before anything was measured."""
+    asked = []
+    for step in (0.02, 0.2):
+        controller = AdaptiveController(10, ends_itself=True)
+        assert controller.least_hope() == 0.0
+        play(controller, holds=0.9, cost=FLAT, rounds=60, step=step)
+        asked.append(controller.least_hope())
+    assert 0 < asked[0] < asked[1]
+    assert FixedController(4).least_hope() == 0.0, "a fixed draft length is kept"
+
+
+def test_a_drafter_that_ends_itself_gets_a_ceiling() -> None:
+    chosen = play(AdaptiveController(10, ends_itself=True), holds=0.9, cost=FLAT, rounds=60, step=0.2)
+    assert set(chosen[-20:]) == {10}
+    chosen = play(AdaptiveController(10, ends_itself=True), holds=0.9, cost=FLAT, rounds=60, step=1.5)
+    assert sum(chosen[-30:]) <= 4, "and nothing where drafting does not pay"
+
+
 def test_reading_the_prompt_is_no_draft_step() -> None:
     """The first draft of a sequence takes long, because the drafter reads the prompt; that must not scare it off."""
     controller = AdaptiveController(10)

@@ -37,19 +37,25 @@ def engine_for(kind: str) -> Engine:
     drafter: Drafter | None = {
         "plain": lambda: None,
         "model": lambda: table_draft(DRAFT, rows=16),
+        # Alone in its batch, so that a draft's length hangs on its own tokens and on nothing else.
+        "ending itself": lambda: table_draft(DRAFT, rows=1, least_hope=lambda: 0.6),
         "tree": lambda: tree_drafter(DRAFT),
     }[kind]()
+    if kind == "ending itself":
+        return table_engine(TARGET, drafter, gamma=3, rows=1, max_waiting=SAMPLES)
     return table_engine(TARGET, drafter, gamma=3, rows=16, max_waiting=SAMPLES)
 
 
 @pytest.mark.parametrize(
     ("kind", "rule"),
-    [("plain", "block"), *((kind, rule) for kind in ("model", "tree") for rule in ("token", "block", "coupled"))],
+    [("plain", "block"), *((kind, rule) for kind in ("model", "ending itself", "tree") for rule in ("token", "block", "coupled"))],
 )
 def test_engine_follows_the_target(kind: str, rule: str) -> None:
     engine = engine_for(kind)
     counts = sample(engine, verification=rule)
     assert chi_squared(counts, engine.parts.runner.probabilities(PROMPT, LENGTH)) > 1e-4  # type: ignore[attr-defined]
+    if kind == "ending itself":
+        assert engine.stats.rounds < engine.stats.drafted < 3 * engine.stats.rounds, "some drafts end early, not all"
     if kind != "plain":
         assert 0.2 < engine.stats.acceptance_rate < 0.98
 

@@ -21,7 +21,7 @@ from .drafters.base import Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
-from .engine.captured import CapturedRounds, DeviceRunner
+from .engine.captured import CapturedRounds, DeviceRunner, draft_lengths
 from .engine.engine import Engine, Handle
 from .engine.stats import EngineStats
 from .errors import InvalidParameter, ModelRefused
@@ -96,7 +96,11 @@ class LLM:
         self.engine = Engine(
             runner,
             drafter,
-            controller_for(self.config.draft, free=drafter is not None and drafter.free),
+            controller_for(
+                self.config.draft,
+                free=drafter is not None and drafter.free,
+                ends_itself=drafter is not None and drafter.ends_itself,
+            ),
             self.config.engine,
             vocab_size=self._vocab_size,
             eos=eos_ids(self._target),
@@ -291,6 +295,7 @@ class LLM:
             vocab_size=min(self._vocab_size, target.vocab_size),
             width=target.vocab_size,
             prefill_chunk=self.config.engine.prefill_chunk,
+            least_hope=lambda: self.engine.parts.controller.least_hope(),
         )
 
 
@@ -299,8 +304,8 @@ def _captured(runner: EagerRunner, drafter: Drafter | None, vocab_size: int) -> 
     if not isinstance(runner, DeviceRunner):
         return None
     if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner, DeviceRunner):
-        return CapturedRounds(runner, drafter, vocab_size=vocab_size)
-    return CapturedRounds(runner, None, vocab_size=vocab_size) if drafter is None else None
+        return CapturedRounds(runner, drafter, vocab_size=vocab_size, lengths=draft_lengths(8, fixed=False))
+    return CapturedRounds(runner, None, vocab_size=vocab_size, lengths=(0,)) if drafter is None else None
 
 
 class Stream:

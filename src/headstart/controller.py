@@ -39,6 +39,9 @@ class Controller(Protocol):
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from one round: a record for each of its sequences."""
 
+    def least_hope(self) -> float:
+        """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
+
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
 
@@ -46,10 +49,11 @@ class Controller(Protocol):
         """Why speculation is held back just now, for people; None while it is not."""
 
 
-def controller_for(config: DraftConfig, *, free: bool) -> Controller:
-    """The controller that the settings ask for. ``free``: the drafter's guesses cost nothing."""
+def controller_for(config: DraftConfig, *, free: bool, ends_itself: bool = False) -> Controller:
+    """The controller that the settings ask for. ``free``: the drafter's guesses cost nothing. ``ends_itself``: it ends
+    a draft that is not likely enough to hold (see ``least_hope``)."""
     if config.gamma == "auto":
-        return AdaptiveController(config.max_gamma, free=free)
+        return AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself)
     return FixedController(config.gamma)
 
 
@@ -69,6 +73,9 @@ class FixedController:
 
     def observe(self, rounds: Sequence[Round]) -> None:
         pass
+
+    def least_hope(self) -> float:
+        return 0.0
 
     def forget(self, sequence_id: str) -> None:
         pass
@@ -150,12 +157,15 @@ class AdaptiveController:
     PROBE_EVERY = 24  # rounds without a draft before a sequence gets to try again
     OWN_WEIGHT = 6.0  # how many shared tries count as much as one sequence's own record
 
-    def __init__(self, max_gamma: int, *, free: bool = False) -> None:
+    def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
         self.max_gamma = max_gamma
         self.free = free
+        self.ends_itself = ends_itself
         self._costs = _Costs()
         self._draft_step: deque[float] = deque(maxlen=15)
         self._overhead: deque[float] = deque(maxlen=15)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
+        self._rows = 1
         self._shared: dict[int, _Hits] = {}
         self._own: dict[str, dict[int, _Hits]] = {}
         self._idle: dict[str, int] = {}  # rounds since a sequence last had a draft
@@ -172,6 +182,8 @@ class AdaptiveController:
         step = median(self._draft_step) if self._draft_step else 0.0
         chances = [self._chances(view.id, 0, limit) for view, limit in zip(views, limits, strict=True)]
         width = self._best_width(chances, step)
+        if width and self.ends_itself and self._draft_step:
+            return limits  # whether to draft is settled here, how far at every token
         return self._with_probes(views, [min(width, limit) for limit in limits], limits)
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
@@ -192,6 +204,8 @@ class AdaptiveController:
         first = rounds[0]
         if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
             self._costs.add(first.rows, first.width, first.verify_seconds)
+            self._pace.append((sum(r.emitted for r in rounds), first.round_seconds))
+            self._rows = first.rows
         paid = [r for r in rounds if r.drafted and r.strength == 0]
         # A drafter that was not asked for a while first reads what it missed (at the start, the whole prompt):
         # that is no draft step.
@@ -205,6 +219,20 @@ class AdaptiveController:
                 strength = _grown(r.strength, ahead)
                 self._own_hits(r.sequence, strength).add(hit)
                 self._shared_hits(strength).add(hit)
+
+    def least_hope(self) -> float:
+        """One more token costs a draft step and a wider forward; in that time the rounds so far made so many tokens.
+
+        A token's own chance is known only when its step is paid, so the last one's has to tell: divided by what the
+        next one is usually worth.
+        """
+        table = self._costs.table(self._rows)
+        if not table or not self._draft_step or not self._pace:
+            return 0.0
+        emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
+        pace = max(emitted / seconds, self._rows / table[0][1])
+        wider = max(0.0, table[-1][1] - table[0][1]) / max(1, table[-1][0] - table[0][0])
+        return pace * (median(self._draft_step) + wider) / self._shared_hits(0).rate
 
     def forget(self, sequence_id: str) -> None:
         self._own.pop(sequence_id, None)

@@ -32,6 +32,9 @@ class Drafter(ABC):
     #: the guess (its ``strength``) before it decides how much of it to verify. False when every drafted
     #: token costs time: the controller decides beforehand.
     free: bool = False
+    #: True when the drafter itself ends a draft that is not likely enough to hold, by ``Controller.least_hope``: the
+    #: budget is then only a ceiling.
+    ends_itself: bool = False
 
     @abstractmethod
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:

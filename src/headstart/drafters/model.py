@@ -11,7 +11,7 @@ bonus), rounds without speculation, and a new prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,12 +31,26 @@ class ModelDrafter(Drafter):
 
     name = "model"
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, width: int, prefill_chunk: int = 512) -> None:
-        """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        width: int,
+        prefill_chunk: int = 512,
+        least_hope: Callable[[], float] | None = None,
+    ) -> None:
+        """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have.
+
+        ``least_hope``: a draft ends where the chance to be reached, by the draft's own probabilities and summed over
+        the rows, falls under this. To ask means to wait for the device, which is free on a CPU only.
+        """
         self.runner = runner
         self.vocab_size = vocab_size
         self.width = width
         self.prefill_chunk = prefill_chunk
+        self._least_hope = least_hope if runner.device.type == "cpu" else None
+        self.ends_itself = self._least_hope is not None
         self._level: dict[str, int] = {}  # sequence id -> leading tokens known to be right in its row
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
@@ -106,13 +120,23 @@ class ModelDrafter(Drafter):
         widest = max(map(len, feed))
         padded = [line + [0] * (widest - len(line)) for line in feed]
         step = torch.tensor(padded, device=device)
-        last = torch.tensor([len(line) - 1 for line in feed], device=device)
-        logits = self.runner.forward(slice(0, rows), step, levels)  # [rows, widest, V]
-        logits = logits[torch.arange(rows, device=device), last]
+        if min(map(len, feed)) == widest:
+            logits = self.runner.forward(slice(0, rows), step, levels, keep=1)[:, 0]
+        else:
+            last = torch.tensor([len(line) - 1 for line in feed], device=device)
+            logits = self.runner.forward(slice(0, rows), step, levels)  # [rows, widest, V]
+            logits = logits[torch.arange(rows, device=device), last]
         fed = [level + len(line) for level, line in zip(levels, feed, strict=True)]
 
+        budgets = [asked[key][1] if key in asked else 0 for key in keys]
+        least = self._least_hope() if self._least_hope is not None else 0.0
+        reached = torch.ones(rows, device=device)
         drawn = [pen.draw(logits, 0)]
-        for offset in range(1, max(budget for _, budget in asked.values())):
+        for offset in range(1, max(budgets)):
+            if least:  # what ends a draft is the distribution its last token was drawn from, never the token
+                reached = reached * pen.hopes()
+                if sum(r for r, b in zip(reached.tolist(), budgets, strict=True) if b > offset) < least:
+                    break
             # A draft whose numbers break down draws -1; it is fed as any token and cut out below.
             logits = self.runner.forward(slice(0, rows), drawn[-1][:, None].clamp_min(0), fed)[:, 0]
             fed = [length + 1 for length in fed]
