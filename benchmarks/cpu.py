@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py                    # everything, about half an hour on two cores
     python benchmarks/cpu.py --per-kind 5 --tokens 48 --parts plain lookup
+    python benchmarks/cpu.py --per-kind 5 --tokens 128 --parts peers --peers-python ...    # see peers.py
 
 For every prompt the systems take turns, so that a busy moment of the machine hits all of them. A figure is the median
 over prompts of the ratio of their times, prompt reading included; absolute times of a shared machine mean little and
@@ -11,6 +12,7 @@ are stored only to be able to recompute. Nothing else may run meanwhile.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from typing import Any
 
 import torch
 from common import KINDS, geometric_mean, machine, median, prompts, save
+from peers import Run, open_peers, race, speeds
+from peers import System as Timed
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -113,6 +117,100 @@ def batches(llm: LLM, encoded: dict[str, list[list[int]]], tokens: int, rows: in
     return {"comparison": f"batch {rows} over batch 1, throughput", "median": median(ratios), "all": ratios}
 
 
+def timed(llm: LLM, **params: Any) -> Timed:
+    """Ours for the race with other engines: exactly so many tokens, and when the first of them came."""
+
+    def run(ids: list[int], tokens: int) -> Run:
+        slab = llm.engine.parts.runner.slab
+        for row in range(slab.rows):
+            slab.truncate(row, 0)
+        settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
+        found: list[int] = []
+        first = 0.0
+        started = time.perf_counter()
+        for piece in llm.stream(ids, settings):
+            first = first or time.perf_counter()
+            if piece.token_id is not None:
+                found.append(piece.token_id)
+        return Run(found, time.perf_counter() - started, first - started)
+
+    return run
+
+
+def timed_hugging_face(model: PreTrainedModel, **options: Any) -> Timed:
+    class Clock:
+        """A streamer: told of the prompt, then of every token."""
+
+        def __init__(self) -> None:
+            self.calls: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.calls.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    def run(ids: list[int], tokens: int) -> Run:
+        clock = Clock()
+        started = time.perf_counter()
+        found, seconds = hugging_face(model, min_new_tokens=tokens, streamer=clock, **options)(ids, tokens)
+        return Run(found, seconds, clock.calls[1] - started)
+
+    return run
+
+
+def against_peers(
+    encoded: dict[str, list[list[int]]],
+    theirs: PreTrainedModel,
+    arguments: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Every engine that is installed, ours plain and as it comes, all in turn over the same prompts.
+
+    A prompt's answer is as long as our own plain answer to it, at most ``--tokens``; nobody may stop earlier.
+    """
+    llm = LLM(embedded_folder(), max_rows=1)
+    plain = timed(llm, speculate=False)
+    peers, missing = open_peers(arguments.peers_python, arguments.threads)
+    systems: dict[str, Timed] = {
+        "headstart plain": plain,
+        f"headstart {llm.drafter_name}": timed(llm),
+        "HF float32": timed_hugging_face(theirs),
+        **peers,
+    }
+    lengths: dict[str, list[int]] = {}
+    for kind, lines in encoded.items():
+        for ids in lines:
+            answer = llm.generate(ids, SamplingParams(temperature=0, max_tokens=arguments.tokens, speculate=False))
+            lengths.setdefault(kind, []).append(max(16, len(answer.token_ids)))
+    about: dict[str, Any] = {
+        "comparison": "peers",
+        "missing": missing,
+        "versions": {name: peer.version for name, peer in peers.items()},
+        "tokens": lengths,
+    }
+
+    def so_far(raw: dict[str, Any]) -> None:
+        about["tokens_seconds_read_seconds"] = raw
+        keep(about)
+
+    runs = race(systems, encoded, lengths, so_far)
+    for peer in peers.values():
+        peer.close()
+    over = {ours: speeds(runs, ours) for ours in ("headstart plain", f"headstart {llm.drafter_name}")}
+    keep(about | {"speed_over": over, "acceptance_length": llm.stats.acceptance_length})
+    for ours, table in over.items():
+        shown = Table(title=f"{ours}: its speed over the others' (decoding)", title_justify="left")
+        for column in ("system", *KINDS, "geo. mean", "with prompt", "tok/s"):
+            shown.add_column(column)
+        for name, entry in table.items():
+            cells = [f"{entry['decode_ratio'][kind]:.2f}" for kind in encoded]
+            speed = median(entry["decode_tokens_per_second"].values())
+            means = [f"{entry[m]:.2f}" for m in ("decode_geometric_mean", "whole_geometric_mean")]
+            shown.add_row(name, *cells, *means, f"{speed:.0f}")
+        console.print(shown)
+
+
 def pair(target: PreTrainedModel, noise: float) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A larger target that computes the embedded model's function, and a draft that agrees with it often, not always.
 
@@ -152,13 +250,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--per-kind", type=int, default=10, help="prompts of each kind of task")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--draft-tokens", type=int, default=48, help="for the draft-model pair, whose target is larger")
+    parser.add_argument("--draft", help="a draft for the embedded model, say from `headstart distill --kind model`")
+    parser.add_argument("--draft-tokens", type=int, default=48, help="for the draft-model pair")
     parser.add_argument(
         "--draft-noise", type=float, default=0.04, help="how far the draft's weights are off; 0.08: alpha 0.7"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["plain", "default", "lookup", "batch", "draft"])
+    parser.add_argument("--peers-python", default=sys.executable, help="the python that has the other engines")
     parser.add_argument("--out", default="cpu.json")
+    parser.add_argument("--peers-out", default="cpu-peers.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     loaded = load(embedded_folder())
@@ -193,9 +294,16 @@ def main() -> None:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=1)
         add("plain", llm, "headstart plain", ("HF generate", hugging_face(theirs)), arguments.tokens)
     if "default" in arguments.parts:
-        llm = LLM(embedded_folder(), max_rows=1)  # the shipped head beside lookup
+        # The shipped head beside lookup, on float weights; the quantized default runs against the peers.
+        llm = LLM(embedded_folder(), dtype="float32", quantization=None, max_rows=1)
         off = headstart(llm, speculate=False)
         add("default", llm, f"headstart {llm.drafter_name}", ("headstart plain", off), arguments.tokens)
+    if "peers" in arguments.parts:
+
+        def store(result: dict[str, Any]) -> None:
+            save(arguments.peers_out, {"machine": machine(), "settings": settings, "results": result})
+
+        against_peers(encoded, theirs, arguments, store)
     if "lookup" in arguments.parts:
         llm = LLM(target, "lookup", tokenizer=tokenizer, max_rows=1)
         peer = hugging_face(theirs, prompt_lookup_num_tokens=10)
@@ -204,9 +312,14 @@ def main() -> None:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=8)
         keep(batches(llm, encoded, 24, 8, repeats=5))
     if "draft" in arguments.parts:
-        big, draft = pair(target, arguments.draft_noise)
-        llm = LLM(big, draft, max_rows=1)
-        peer = hugging_face(big, assistant_model=draft)
+        if arguments.draft:
+            big, copy = target, theirs
+            draft, other = (load(arguments.draft, dtype="float32").model for _ in "ab")
+        else:
+            big, draft = pair(target, arguments.draft_noise)
+            copy, other = big, draft  # too large to have twice
+        llm = LLM(big, draft, quantization=None, draft_quantization=None, max_rows=1)
+        peer = hugging_face(copy, assistant_model=other)
         add("draft", llm, "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
     show(results)
 

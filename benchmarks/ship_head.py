@@ -3,9 +3,9 @@
     python benchmarks/ship_head.py --model MODEL --out DIR --seconds 570          # about ten minutes on an H200
     python benchmarks/ship_head.py --model MODEL --out DIR --seconds 300 --toy    # a rehearsal on a CPU
 
-The target talks to itself (``distill.selfplay``), a head and, briefly, a shallow model are trained on what it said, and
-the head is written to DIR as it gets better. Measuring on prompts comes afterwards, with the engine. ``headstart
-distill`` does all of this for any target, without a clock.
+The target talks to itself (``distill.selfplay``), and a head and a shallow, narrow model of about as many weights are
+trained on what it said, both on the same batches, and written to DIR as they get better. ``--start`` goes on from a
+head, ``--prompts`` measures on prompts at the end. ``headstart distill`` does it for any target, without a clock.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from headstart.distill.losses import Goal, acceptance, draft_tau
 from headstart.distill.openers import OPENERS
 from headstart.distill.selfplay import SelfPlay, chat_marks
-from headstart.distill.shapes import draft_vocabulary, head_for, shallow_copy
-from headstart.distill.shards import Corpus, Story, read_shard, write_shard
-from headstart.distill.students import HeadStudent, ModelStudent, Student, Teacher
+from headstart.distill.shapes import draft_vocabulary, head_for, narrow_copy
+from headstart.distill.shards import Corpus, Story, write_shard
+from headstart.distill.students import Batch, HeadStudent, ModelStudent, Reading, Student, Teacher
 from headstart.distill.train import Mark, Trainer, TrainSettings
-from headstart.machine.loading import load
+from headstart.machine.head import HeadNet, load_head
+from headstart.machine.loading import eos_ids, load
 from headstart.maths.cost import CostModel
 from headstart.maths.noise import derive
 
@@ -60,7 +62,7 @@ def generate(arguments: argparse.Namespace, loaded: Any, folder: Path, until: fl
         "rows": arguments.rows,
         "length": arguments.length,
         "openers": opened + [[]] * (len(opened) * 2 // 3),
-        "temperatures": (0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 1.0, 1.0, 1.0),
+        "temperatures": (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 1.0, 1.0),
         "longest_turns": (10, 12) if arguments.toy else (220, 200),
         "vocab_size": loaded.report.tokenizer_size,
     }
@@ -99,76 +101,248 @@ def generate(arguments: argparse.Namespace, loaded: Any, folder: Path, until: fl
     return number
 
 
-def seconds_a_step(student: Student, teacher: Teacher, corpus: Corpus, settings: TrainSettings, folder: Path) -> float:
-    """Measured on a copy that is thrown away."""
-    spare = copy.copy(student)
-    net = copy.deepcopy(student.module)
-    setattr(spare, "net" if isinstance(student, HeadStudent) else "model", net)
-    trainer = Trainer(spare, teacher, corpus, settings, COST, folder / "none")
-    for _ in range(4):
-        trainer._train_step()
-    if trainer.device.type == "cuda":
+class OneBatch(Corpus):
+    """Hands the same batch to everybody who asks for the same step."""
+
+    _last: tuple[tuple[int, int, int], Batch] | None = None
+
+    def training_batch(self, step: int, rows: int, seed: int, device: torch.device) -> Batch:
+        if self._last is None or self._last[0] != (step, rows, seed):
+            self._last = (step, rows, seed), super().training_batch(step, rows, seed, device)
+        return self._last[1]
+
+
+class OneReading(Teacher):
+    """Reads a batch once for all students: the target's forward is a third of a step."""
+
+    _last: Reading | None = None
+
+    def read(self, batch: Batch) -> Reading:
+        if self._last is None or self._last.batch is not batch:
+            self._last = None  # its memory first
+            self._last = super().read(batch)
+        return self._last
+
+
+def spare(student: Student) -> Student:
+    """A copy that may be thrown away."""
+    made = copy.copy(student)
+    setattr(made, "net" if isinstance(student, HeadStudent) else "model", copy.deepcopy(student.module))
+    return made
+
+
+def wait(device: torch.device) -> float:
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(8):
-        trainer._train_step()
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / 8
+    return time.perf_counter()
+
+
+def try_optimizers(student: Student, teacher: Teacher, corpus: Corpus, base: dict[str, Any], out: Path) -> str:
+    """The one with which a short whole run ends better."""
+    found = {}
+    for name in ("adamw", "muon"):
+        settings = TrainSettings(**base | {"steps": 100, "evaluate_every": 100, "optimizer": name})
+        trainer = Trainer(spare(student), teacher, corpus, settings, COST, out / "none")
+        trainer.checkpoint = lambda: None  # type: ignore[method-assign]
+        found[name] = trainer.run()[-1]
+        say(f"{name}: tau {found[name].tau:.3f}, greedy {found[name].tau_greedy:.3f}, loss {found[name].loss:.4f}")
+    return max(found, key=lambda name: found[name].tau_greedy + found[name].tau)
 
 
 def train(
-    student: Student, teacher: Teacher, corpus: Corpus, base: dict[str, Any], until: float, out: Path, name: str
-) -> list[Mark]:
-    probe = TrainSettings(**base)
-    step = seconds_a_step(student, teacher, corpus, probe, out)
+    students: dict[str, tuple[Student, dict[str, Any]]], teacher: Teacher, corpus: Corpus, until: float, out: Path
+) -> None:
+    """All students on the same batches, step by step, until the time is up."""
+    probes = [
+        Trainer(spare(s), teacher, corpus, TrainSettings(**base), COST, out / "n") for s, base in students.values()
+    ]
+    started = 0.0
+    for step in range(14):
+        if step == 4:
+            started = wait(probes[0].device)
+        for probe in probes:
+            probe._train_step()
+    took = (wait(probes[0].device) - started) / 10
+    del probes
     left = until - (time.perf_counter() - STARTED)
-    steps = max(2, int(left / (step * 1.04)))
-    settings = TrainSettings(
-        **base | {"steps": steps, "evaluate_every": max(1, steps // 12), "checkpoint_every": 10**9}
+    steps = max(2, int(left / (took * 1.03)))
+    rows = next(iter(students.values()))[1]["rows"]
+    tokens = steps * rows * corpus.length
+    say(f"{took * 1e3:.1f} ms a step, {steps} steps, {tokens / 1e6:.0f}M of {corpus.tokens / 1e6:.0f}M tokens")
+    trainers = {}
+    for name, (student, base) in students.items():
+        settings = TrainSettings(
+            **base | {"steps": steps, "evaluate_every": max(1, steps // 12), "checkpoint_every": 10**9}
+        )
+        trainers[name] = Trainer(student, teacher, corpus, settings, COST, out / "none")
+    for step in range(steps + 1):
+        for name, trainer in trainers.items():
+            if step:
+                trainer._train_step()
+            if step % trainer.settings.evaluate_every == 0 or step == steps:
+                trainer._measure(lambda mark, step, name=name: tell(name, mark, step))  # type: ignore[misc]
+                put_away(name, trainer, out)
+
+
+def tell(name: str, mark: Mark | None, step: int) -> None:
+    assert mark is not None
+    alpha, greedy = (" ".join(f"{a:.3f}" for a in line) for line in (mark.alpha, mark.greedy))
+    say(
+        f"{name} {step}: loss {mark.loss:.4f} alpha {alpha} tau {mark.tau:.3f} | "
+        f"greedy {greedy} tau {mark.tau_greedy:.3f} | predicted {mark.speedup:.2f}x"
     )
-    tokens = steps * settings.rows * corpus.length
-    say(f"{name}: {step * 1e3:.1f} ms a step, {steps} steps, {tokens / 1e6:.0f}M tokens of {corpus.tokens / 1e6:.0f}M")
-    trainer = Trainer(student, teacher, corpus, settings, COST, out / name)
-
-    def report(mark: Mark | None, step: int) -> None:
-        if mark is not None:
-            alpha, greedy = (" ".join(f"{a:.3f}" for a in line) for line in (mark.alpha, mark.greedy))
-            say(
-                f"{name} {step}: loss {mark.loss:.4f} alpha {alpha} tau {mark.tau:.3f} | "
-                f"greedy {greedy} tau {mark.tau_greedy:.3f} | predicted {mark.speedup:.2f}x"
-            )
-            if isinstance(student, HeadStudent):
-                put_away(student, out, {"marks": [asdict(m) for m in trainer.marks], "settings": asdict(settings)})
-
-    trainer.checkpoint = lambda: None  # type: ignore[method-assign]  # nothing resumes here
-    return trainer.run(report)
 
 
-def put_away(student: HeadStudent, out: Path, log: dict[str, Any]) -> None:
-    """The head as it is now, in pieces that are small enough to come back."""
-    folder = out / "work"
+def put_away(name: str, trainer: Trainer, out: Path) -> None:
+    """A student as it is now, in pieces that are small enough to come back."""
+    folder = Path("/tmp") / f"headstart-{name}"
+    student = trainer.student
+    if isinstance(student, ModelStudent):  # half the bytes, and training goes on with all of them
+        student = ModelStudent(copy.deepcopy(student.model).to(torch.bfloat16), student.tokenizer)
     student.save(folder)
     weights = (folder / "model.safetensors").read_bytes()
     for number, at in enumerate(range(0, len(weights), PART)):
-        (out / f"model.safetensors.{number}").write_bytes(weights[at : at + PART])
-    (out / "config.json").write_text((folder / "config.json").read_text())
-    (out / "log.json").write_text(json.dumps(log))
-    (folder / "model.safetensors").unlink()
-    (folder / "config.json").unlink()
-    folder.rmdir()
+        (out / f"{name}.safetensors.{number}").write_bytes(weights[at : at + PART])
+    log = {
+        "config": json.loads((folder / "config.json").read_text()),
+        "settings": asdict(trainer.settings),
+        "marks": [asdict(mark) for mark in trainer.marks],
+    }
+    (out / f"{name}.json").write_text(json.dumps(log))
 
 
-def keep_sample(folder: Path, out: Path) -> None:
-    """Some of the text comes back too, for looking at it."""
-    stories = read_shard(folder, 0)
-    some = stories[: PART // (3 * len(stories[0].tokens))]
-    np.savez(
-        out / "sample.npz",
-        tokens=np.stack([story.tokens for story in some]).astype(np.uint16),
-        answer=np.packbits(np.stack([story.answer for story in some]), axis=1),
-        temperature=np.array([story.temperature for story in some], dtype=np.float32),
-    )
+# -- measuring on prompts, the target's answers given
+
+
+def answers(loaded: Any, prompts: list[list[int]], temperature: float, tokens: int) -> list[Story]:
+    """The target's answers to prompts, all at once."""
+    device = next(loaded.model.parameters()).device
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    ends = sorted(eos_ids(loaded))
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(1)
+    with torch.no_grad():
+        texts = loaded.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=tokens,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            **options,
+        )
+    stories = []
+    for prompt, text in zip(prompts, texts[:, longest:].tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(text) if token in ends), len(text))
+        line = [*prompt, *text[:end]]
+        answer = np.arange(len(line)) >= len(prompt)
+        stories.append(Story(np.array(line, dtype=np.int32), answer, temperature))
+    return stories
+
+
+def batch_of(stories: list[Story], device: torch.device) -> Batch:
+    tokens = np.zeros((len(stories), max(len(s.tokens) for s in stories)), dtype=np.int64)
+    answer = np.zeros(tokens.shape, dtype=np.bool_)
+    for row, story in enumerate(stories):
+        tokens[row, : len(story.tokens)] = story.tokens
+        answer[row, : len(story.tokens)] = story.answer
+    heat = torch.tensor([story.temperature for story in stories], device=device)
+    return Batch(torch.from_numpy(tokens).to(device), torch.from_numpy(answer), heat)
+
+
+@torch.no_grad()
+def rates_on(student: Student, reading: Reading, gamma: int) -> torch.Tensor:
+    """[sampled and greedy, gamma, B, T]: the chance that what a slot guesses at each step is accepted."""
+    shape = reading.batch.tokens.shape
+    goal = Goal.of(reading.logits.flatten(0, 1), student.ids, torch.ones(shape.numel(), device=reading.logits.device))
+    found = torch.zeros(2, gamma, *shape)
+    for step, states in enumerate(student.rollout(reading, gamma)):
+        for kind, values in enumerate(acceptance(goal, student.logits(states.flatten(0, 1)))):
+            found[kind, step] = values.float().view(shape).cpu()
+    return found
+
+
+def rounds(right: torch.Tensor, story: Story) -> tuple[int, int, int, int]:
+    """Greedy rounds over one answer: rounds, tokens, drafted, accepted. ``right`` [gamma, T] 0 or 1.
+
+    The first token of an answer comes from reading the prompt, so the first round drafts behind it.
+    """
+    at, last = int(story.answer.argmax()), len(story.tokens) - 1
+    count = tokens = drafted = accepted = 0
+    while at < last:
+        width = min(len(right), last - at - 1)  # what is left, less the token the target adds
+        good = next((i for i in range(width) if not right[i, at + i]), width)
+        count, tokens, drafted, accepted = count + 1, tokens + good + 1, drafted + width, accepted + good
+        at += good + 1
+    return count, tokens, drafted, accepted
+
+
+def on_prompts(
+    student: Student, teacher: Teacher, stories: list[Story], kinds: list[str], gamma: int
+) -> dict[str, Any]:
+    """By kind of task: alpha and tau. Greedy by going through the rounds, sampled by expectation (rule "token")."""
+    device = next(student.module.parameters()).device
+    half = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    student.module.eval()
+    results: dict[str, Any] = {}
+    for kind in dict.fromkeys(kinds):
+        mine = [story for story, other in zip(stories, kinds, strict=True) if other == kind]
+        with half:
+            found = rates_on(student, teacher.read(batch_of(mine, device)), gamma)
+        if mine[0].temperature == 0:
+            sums = np.sum([rounds(found[1, :, row], story) for row, story in enumerate(mine)], axis=0)
+            results[kind] = {"alpha": float(sums[3] / max(1, sums[2])), "tau": float(sums[1] / max(1, sums[0]))}
+        else:
+            start = torch.zeros(found.shape[2:], dtype=torch.bool)
+            for row, story in enumerate(mine):
+                start[row, int(story.answer.argmax()) : len(story.tokens) - gamma] = True
+            reach = draft_tau(found[0], start)
+            share = found[0, 0][start].mean()
+            results[kind] = {"alpha": float(share), "tau": float(1 + (reach[:-1] / reach[-1]).sum())}
+    results["mean"] = {name: float(np.mean([r[name] for r in results.values()])) for name in ("alpha", "tau")}
+    student.module.train()
+    return results
+
+
+def compare(
+    students: dict[str, Student], loaded: Any, teacher: Teacher, path: Path, out: Path, tokens: int = 96
+) -> None:
+    """All students on the prompts in ``path``: {set: [[kind, ids], ..]}."""
+    record: dict[str, Any] = {}
+    for name, rows in json.loads(path.read_text()).items():
+        for temperature in (0.0, 1.0):
+            stories = answers(loaded, [ids for _, ids in rows], temperature, tokens)
+            for who, student in students.items():
+                found = on_prompts(student, teacher, stories, [kind for kind, _ in rows], 5)
+                record.setdefault(name, {}).setdefault(who, {})[f"{temperature:g}"] = found
+                cells = " ".join(f"{kind} {r['alpha']:.3f} {r['tau']:.3f}" for kind, r in found.items())
+                say(f"{name}, T = {temperature:g}, {who}: {cells}")
+    (out / "prompts.json").write_text(json.dumps(record))
+
+
+def open_target(arguments: argparse.Namespace) -> Any:
+    cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    if arguments.random:
+        with torch.device("cuda" if cuda else "cpu"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.random), dtype=dtype)
+        return load(model, tokenizer=arguments.random)
+    return load(arguments.model, tokenizer=arguments.tokenizer, dtype=dtype)
+
+
+def fresh_head(arguments: argparse.Namespace, loaded: Any, corpus: Corpus) -> HeadNet:
+    counts = corpus.counts(loaded.report.vocab_size)
+    shares = counts.sort(descending=True).values.cumsum(0) / counts.sum()
+    sizes = [n for n in (4096, 6144, 8192, 10240, 12288, 16384) if n <= len(shares)]
+    say("coverage " + ", ".join(f"{n}: {shares[n - 1]:.4f}" for n in sizes))
+    if arguments.start:
+        return load_head(arguments.start).train().requires_grad_(True)
+    size = arguments.vocab or next((n for n in sizes[2:5] if shares[n - 1] >= 0.98), 12288)
+    ids = draft_vocabulary(counts, size, [i for i in loaded.tokenizer.all_special_ids if i < len(counts)])
+    return head_for(loaded.model, ids)
 
 
 def main() -> None:
@@ -176,63 +350,55 @@ def main() -> None:
     parser.add_argument("--model", help="the target")
     parser.add_argument("--tokenizer", help="a folder, if the target has none")
     parser.add_argument("--random", help="instead of a target: its config's folder, for a dry run with random weights")
+    parser.add_argument("--start", type=Path, help="a head to go on from")
+    parser.add_argument("--prompts", type=Path, help="JSON of {set: [[kind, ids], ..]} to measure on at the end")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=Path("/tmp/headstart-data"))
     parser.add_argument("--seconds", type=float, default=570)
-    parser.add_argument("--generate", type=float, default=0.28, help="share of the time for the data")
-    parser.add_argument("--compare", type=float, default=0.08, help="share of the time for the shallow model")
+    parser.add_argument("--generate", type=float, default=0.25, help="share of the time for the data")
+    parser.add_argument("--layers", type=int, default=4, help="of the narrow model")
+    parser.add_argument("--width", type=int, default=192, help="of the narrow model")
+    parser.add_argument("--ffn", type=int, default=512, help="of the narrow model")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--unroll", type=int, default=5)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.3e-3)
+    parser.add_argument("--model-rate", type=float, default=2.5e-3)
     parser.add_argument("--vocab", type=int, default=0, help="words the head can say; 0: by coverage")
-    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=21)
     parser.add_argument("--toy", action="store_true")
     arguments = parser.parse_args()
     if arguments.toy:
         arguments.rows, arguments.length, arguments.batch = 12, 64, 4
     torch.set_float32_matmul_precision("high")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    cuda = torch.cuda.is_available()
-    dtype = torch.bfloat16 if cuda else torch.float32
-    if arguments.random:
-        with torch.device("cuda" if cuda else "cpu"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.random), dtype=dtype)
-        loaded = load(model, tokenizer=arguments.random)
-    else:
-        loaded = load(arguments.model, tokenizer=arguments.tokenizer, dtype=dtype)
+    loaded = open_target(arguments)
     say(f"{loaded.report.architecture}, {loaded.report.parameters / 1e6:.0f}M weights, {loaded.report.device}")
     device = next(loaded.model.parameters()).device
     generate(arguments, loaded, arguments.data, arguments.seconds * arguments.generate)
-    corpus = Corpus(arguments.data, arguments.length)
-    keep_sample(arguments.data, arguments.out)
+    corpus = OneBatch(arguments.data, arguments.length)
 
-    counts = corpus.counts(loaded.report.vocab_size)
-    shares = counts.sort(descending=True).values.cumsum(0) / counts.sum()
-    sizes = [n for n in (4096, 6144, 8192, 10240, 12288, 16384) if n <= len(shares)]
-    say("coverage " + ", ".join(f"{n}: {shares[n - 1]:.4f}" for n in sizes))
-    size = arguments.vocab or next((n for n in sizes[2:5] if shares[n - 1] >= 0.98), 12288)
-    ids = draft_vocabulary(counts, size, [i for i in loaded.tokenizer.all_special_ids if i < len(counts)])
-
-    base = {"rows": arguments.batch, "unroll": arguments.unroll, "seed": arguments.seed}
     torch.manual_seed(arguments.seed)
-    if arguments.compare:
-        shallow = shallow_copy(loaded.model, 2).to(device)
-        say(f"shallow model: 2 layers, {sum(p.numel() for p in shallow.parameters()) / 1e6:.1f}M weights")
-        until = arguments.seconds * (arguments.generate + arguments.compare)
-        train(
-            ModelStudent(shallow, None), Teacher(loaded.model), corpus, base | {"learning_rate": 4e-4}, until,
-            arguments.out, "shallow",
-        )  # fmt: skip
-        del shallow
-    net = head_for(loaded.model, ids).to(device)
+    net = fresh_head(arguments, loaded, corpus).to(device)
     say(f"head: {net.config}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f}M weights")
+    narrow = narrow_copy(loaded.model, arguments.layers, arguments.width, arguments.ffn).to(device)
+    say(f"model: {arguments.layers} layers, {sum(p.numel() for p in narrow.parameters()) / 1e6:.1f}M weights")
     about = {"target": "HuggingFaceTB/SmolLM2-135M-Instruct", "seed": arguments.seed}
-    train(
-        HeadStudent(net, loaded.model, about), Teacher(loaded.model, net.config.watch), corpus,
-        base | {"learning_rate": arguments.learning_rate}, arguments.seconds - 8, arguments.out, "head",
-    )  # fmt: skip
+    head, model = HeadStudent(net, loaded.model, about), ModelStudent(narrow, None)
+    before = spare(head)
+    teacher = OneReading(loaded.model, net.config.watch)
+    base = {"rows": arguments.batch, "unroll": arguments.unroll, "seed": arguments.seed}
+    base["learning_rate"] = arguments.learning_rate
+    base["optimizer"] = try_optimizers(head, teacher, corpus, base, arguments.out)
+    left = 15 if arguments.prompts else 5
+    students: dict[str, tuple[Student, dict[str, Any]]] = {
+        "head": (head, base),
+        "model": (model, base | {"learning_rate": arguments.model_rate}),
+    }
+    train(students, teacher, corpus, arguments.seconds - left, arguments.out)
+    if arguments.prompts:
+        compare({"before": before, "head": head, "model": model}, loaded, teacher, arguments.prompts, arguments.out)
     say("done")
 
 

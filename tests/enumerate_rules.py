@@ -128,8 +128,9 @@ class Enumerator:
 
     def accept(self, node: Tensor, probability: Tensor) -> Tensor:
         assert bool(((probability >= 0) & (probability <= 1)).all()), "an acceptance probability outside [0, 1]"
-        yes = self.decisions.gather(1, node.unsqueeze(1)).squeeze(1)
-        self.weight = self.weight * torch.where(yes, probability, 1 - probability)
+        yes = self.decisions.gather(1, node.view(len(node), -1)).view(node.shape)
+        likely = torch.where(yes, probability, 1 - probability)
+        self.weight = self.weight * likely.view(len(node), -1).prod(1)
         return yes
 
     def draw(self, weights: Tensor, drafted: Tensor | None = None) -> Tensor:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 
 from headstart import InvalidParameter
+from headstart.distill import losses
 from headstart.distill.losses import Goal, acceptance, check_loss, distance, draft_tau
+from headstart.machine import fused
 
 P = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.1, 0.7]])
 LOGITS = P.clamp_min(1e-30).log()
 ONES = torch.ones(2)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def test_a_draft_that_says_the_same_has_no_loss_and_is_always_accepted() -> None:
@@ -80,3 +86,30 @@ def test_tau_multiplies_along_a_draft() -> None:
 def test_unknown_losses_are_named() -> None:
     with pytest.raises(InvalidParameter, match="loss must be one of forward"):
         check_loss("square")
+
+
+@pytest.mark.skipif(fused.available() is not None, reason=str(fused.available()))
+@(pytest.mark.slow if INTERPRETED else pytest.mark.gpu)
+@pytest.mark.parametrize("all_words", [False, True])
+def test_fused_kernels_give_the_same_losses_and_slopes(all_words: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    device = "cpu" if INTERPRETED else "cuda"
+    rows, known, size = 7, 5003, 9001  # no multiples of a block
+    logits = 3 * torch.randn(rows, size, device=device)
+    ids = None if all_words else torch.randperm(size, device=device)[:known].sort().values
+    guess = 2 * torch.randn(rows, size if all_words else known, device=device)
+    heat = torch.rand(rows, device=device) + 0.5
+
+    def everything(lowered: bool) -> list[Any]:
+        monkeypatch.setattr(losses, "_lowered", lambda logits: lowered)
+        goal = Goal.of(logits, ids, heat)
+        found = [goal.log_p, goal.best, *acceptance(goal, guess)]
+        for loss in ("forward", "tv", "mix"):
+            mine = guess.clone().requires_grad_()
+            value, rate = distance(goal, mine, check_loss(loss))
+            value.backward()
+            found += [value.detach(), rate, mine.grad]
+        return found
+
+    for plain, quick in zip(everything(False), everything(True), strict=True):
+        torch.testing.assert_close(quick, plain, atol=1e-5, rtol=2e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,21 @@ def test_a_draft_is_made_served_and_described(kind: str, target: PreTrainedModel
             pad_token_id=0,
         )
         assert tuple(out[0, 3:].tolist()) == plain.generate(prompt, GREEDY).token_ids
+
+
+def test_a_narrow_model_directory_loads_in_plain_transformers(target: PreTrainedModel, tmp_path: Path) -> None:
+    narrow = replace(settings("model", 100), layers=2, width=24, ffn=None)
+    before, after = distill(load(target), tmp_path, narrow)
+    assert after.tau_greedy > before.tau_greedy + 0.2
+    served = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert served.config.hidden_size == 24
+    ids = torch.tensor([[5, 9, 3]])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    plain = target.generate(ids, **options)  # type: ignore[operator]
+    assisted = target.generate(ids, assistant_model=served, **options)  # type: ignore[operator]
+    assert torch.equal(plain, assisted)
+    with pytest.raises(InvalidParameter, match="width must be a multiple of 12"):
+        distill(load(target), tmp_path / "odd", replace(settings("model"), width=30))
 
 
 def test_a_crash_between_the_stages_costs_nothing(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -108,11 +108,12 @@ def test_a_model_draft_learns(target: PreTrainedModel, corpus: Corpus, tmp_path:
     assert marks[-1].alpha[0] > max(0.7, marks[0].alpha[0])
 
 
-@pytest.mark.parametrize("kind", ["head", "model"])
+@pytest.mark.parametrize(("kind", "optimizer"), [("head", "muon"), ("head", "adamw"), ("model", "muon")])
 def test_a_killed_run_ends_where_a_whole_one_does(
-    kind: str, target: PreTrainedModel, corpus: Corpus, tmp_path: Path
+    kind: str, optimizer: str, target: PreTrainedModel, corpus: Corpus, tmp_path: Path
 ) -> None:
-    settings = TrainSettings(**vars(TOY) | {"steps": 24, "evaluate_every": 9, "checkpoint_every": 6, "rows": 6})
+    short = {"steps": 24, "evaluate_every": 9, "checkpoint_every": 6, "rows": 6, "optimizer": optimizer}
+    settings = TrainSettings(**vars(TOY) | short)
     whole = trained(target, corpus, tmp_path / "whole", settings, kind)
 
     class Killed(Exception):
@@ -136,6 +137,19 @@ def test_a_killed_run_ends_where_a_whole_one_does(
         assert torch.equal(mine, other)
     with pytest.raises(InvalidParameter, match="another learning_rate"):
         trained(target, corpus, tmp_path / "cut", TrainSettings(**vars(settings) | {"learning_rate": 1.0}), kind)
+
+
+def test_muon_moves_the_matrices_and_adamw_the_rest(target: PreTrainedModel, corpus: Corpus, tmp_path: Path) -> None:
+    made = student(target, "model")
+    trainer = Trainer(made, Teacher(target), corpus, TOY, COST, tmp_path)
+    names = {id(w): name for name, w in made.module.named_parameters()}
+    muon, adamw = ({names[id(w)] for g in o.param_groups for w in g["params"]} for o in trainer._optimizers)
+    assert "model.layers.0.mlp.up_proj.weight" in muon
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= adamw
+    assert muon | adamw == set(names.values())
+    assert not muon & adamw
+    with pytest.raises(InvalidParameter, match="optimizer"):
+        TrainSettings(optimizer="sgd")  # type: ignore[arg-type]
 
 
 def test_pieces_of_a_step_add_up(target: PreTrainedModel, corpus: Corpus, tmp_path: Path) -> None:
@@ -193,6 +207,9 @@ def test_shallow_copies_keep_the_donors_layers(target: PreTrainedModel) -> None:
         torch.testing.assert_close(whole(ids).logits, target(ids).logits)
     narrow = shallow_copy(target, 1, hidden_size=24, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
     assert narrow.get_input_embeddings().weight.shape[1] == 24
+    inner, outer = (m.get_input_embeddings().weight.detach() for m in (narrow, target))
+    near = torch.nn.functional.cosine_similarity((inner @ inner.T).flatten(), (outer @ outer.T).flatten(), dim=0)
+    assert near > 0.7, "words that are alike in the donor are alike in the copy"
     with pytest.raises(InvalidParameter, match=r"1 \.\. 2"):
         shallow_copy(target, 3)
     with pytest.raises(InvalidParameter, match="not a setting"):

@@ -6,6 +6,8 @@ The recordings themselves are tested on a GPU (tests marked ``gpu``); what is re
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,20 +17,16 @@ from statistics_tools import chi_squared
 from headstart import LLM, SamplingParams
 from headstart.config import EngineConfig
 from headstart.controller import FixedController
+from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter
-from headstart.engine.captured import CapturedRounds
+from headstart.engine.captured import CapturedRounds, draft_lengths
 from headstart.engine.engine import Engine
+from headstart.engine.overlap import OverlappedRounds
+from headstart.engine.programs import Shape
+from headstart.machine.graphs import Recording
 from headstart.machine.runner import EagerRunner
 from headstart.testing import TINY_VOCABULARY, TableRunner, tiny_model
-from headstart.types import Request
-
-
-class DeviceEager(EagerRunner):
-    """The eager runner, told its lengths by a tensor."""
-
-    def device_forward(self, tokens: Any, lengths: Any, keep: int, bound: int) -> Any:
-        assert int(lengths.max()) + tokens.shape[1] <= bound
-        return self.forward(slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
+from headstart.types import Completion, Request
 
 
 class DeviceTable(TableRunner):
@@ -36,21 +34,32 @@ class DeviceTable(TableRunner):
         return self.forward(slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
 
 
-def noisy(model: Any) -> Any:
+def noisy(model: Any, share: float = 0.15) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15 * parameter.std())
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * share * parameter.std())
     return model
 
 
-def engine(gamma: int, rows: int, *, draft: bool = True) -> Engine:
-    target = DeviceEager(tiny_model("llama"), rows=rows, max_len=96, margin=40, probe=False)
+def engine(
+    gamma: int,
+    rows: int,
+    *,
+    draft: bool = True,
+    overlap: bool = False,
+    architecture: str = "llama",
+    share: float = 0.15,
+) -> Engine:
+    target = EagerRunner(tiny_model(architecture), rows=rows, max_len=96, margin=40)
     drafter = None
     if draft:
-        runner = DeviceEager(noisy(tiny_model("llama")), rows=rows, max_len=96, margin=40, probe=False)
+        runner = EagerRunner(noisy(tiny_model(architecture), share), rows=rows, max_len=96, margin=40)
         drafter = ModelDrafter(runner, vocab_size=TINY_VOCABULARY, width=TINY_VOCABULARY)
+    kind = OverlappedRounds if overlap else CapturedRounds
+    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma))
+    rounds.warm_up()
     return Engine(
         target,
         drafter,
@@ -58,7 +67,7 @@ def engine(gamma: int, rows: int, *, draft: bool = True) -> Engine:
         EngineConfig(max_rows=rows, max_waiting=4000),
         vocab_size=TINY_VOCABULARY,
         eos=(2,),
-        captured=CapturedRounds(target, drafter, vocab_size=TINY_VOCABULARY),
+        captured=rounds,
         max_gamma=gamma,
     )
 
@@ -67,13 +76,35 @@ PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 9, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11], [40, 41
 
 
 def run(made: Engine, params: list[SamplingParams]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in complete(made, params)]
+
+
+def complete(made: Engine, params: list[SamplingParams]) -> list[Completion]:
+    rounds = made.parts.captured
+    assert rounds is not None
+    before = rounds.recordings
     handles = [made.submit(Request(str(i), tuple(p), s)) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))]
     while not made.idle:
         made.step()
         made.parts.runner.slab.check()
-    assert made.parts.captured is not None
-    assert not made.parts.captured.in_flight
-    return [handle.completion().token_ids for handle in handles]
+    assert not rounds.in_flight
+    assert rounds.recordings == before  # nothing is recorded while serving
+    return [handle.completion() for handle in handles]
+
+
+def watch(made: Engine) -> list[Shape]:
+    """The shapes of the rounds that were played on the device, as they come."""
+    rounds, played = made.parts.captured, []
+    assert rounds is not None
+    verify = rounds._programs.verify
+
+    def counted(shape: Shape) -> None:
+        played.append(shape)
+        verify(shape)
+
+    for shape in rounds._verifies:
+        rounds._verifies[shape] = Recording(partial(counted, shape), None)
+    return played
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +123,10 @@ def test_the_same_tokens_as_plain_decoding(plain: LLM, gamma: int, rows: int, te
     ]
     expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
     made = engine(gamma, rows)
+    played = watch(made)
     assert run(made, params) == expected
     assert made.stats.accepted > 10
-    assert len(made.parts.captured._plans) > 0  # type: ignore[union-attr]
+    assert len(played) > 8
 
 
 def test_without_a_draft(plain: LLM) -> None:
@@ -103,17 +135,98 @@ def test_without_a_draft(plain: LLM) -> None:
     assert run(engine(1, 3, draft=False), params) == expected
 
 
-def test_what_does_not_fit_takes_the_eager_path(plain: LLM) -> None:
-    """Log-probabilities, penalties and switched-off speculation, mixed with rows that would fit."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=12, logprobs=1),
-        SamplingParams(temperature=0, max_tokens=20),
-        SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.3),
-        SamplingParams(temperature=0, max_tokens=16, speculate=False),
-        SamplingParams(temperature=0.7, seed=3, max_tokens=16, verification="coupled"),
-    ]
+EVERYTHING = [
+    SamplingParams(temperature=0, max_tokens=22, logprobs=3),
+    SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.5, presence_penalty=0.3),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24, frequency_penalty=0.9, verification="coupled", top_k=7),
+    SamplingParams(temperature=0, max_tokens=16, speculate=False, logit_bias={7: 6.0, 9: -3.0}),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=26, min_tokens=20, verification="coupled", min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_everything_a_request_can_ask_for(plain: LLM, gamma: int, rows: int) -> None:
+    """Penalties, bias, min_tokens, log-probabilities and switched-off speculation, all in the same rounds."""
+    expected = [plain.generate(p, s) for p, s in zip(PROMPTS, EVERYTHING, strict=True)]
+    made = engine(gamma, rows)
+    played = watch(made)
+    found = complete(made, EVERYTHING)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    for ours, theirs in zip(found[0].choices[0].logprobs or (), expected[0].choices[0].logprobs or (), strict=True):
+        assert ours.token_id == theirs.token_id
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert ours.top.keys() == theirs.top.keys()
+    assert sum(shape.kind == "full" for shape in played) > 10
+    assert found[3].choices[0].origins.count("plain") == 16
+
+
+def test_rows_that_are_idle_keep_what_they_hold(plain: LLM) -> None:
+    """Five sequences in a bucket of eight, one of them still being read in: nobody's keys are touched."""
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 5
+    made = engine(3, 8)
+    made.config = replace(made.config, prefill_chunk=2)  # prompts come in slowly, while the others decode
+    played = watch(made)
     expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
-    assert run(engine(3, 2), params) == expected
+    assert run(made, params) == expected
+    assert {shape.rows for shape in played} >= {1, 2, 4, 8}
+    assert run(made, params) == expected  # from warm rows, which were idle passengers before
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "llama4", "qwen2-mixed", "deepseek-v3"])
+def test_any_model_that_the_slab_serves(architecture: str) -> None:
+    """Windows, chunks and learned positions, told by lengths on the device."""
+    params = [SamplingParams(temperature=0, max_tokens=9 + 5 * i, ignore_eos=True) for i in range(5)]
+    plain = LLM(tiny_model(architecture), None, max_model_len=96, check=False)
+    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    assert run(engine(3, 4, architecture=architecture), params) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("verification", ["coupled", "block"])
+def test_overlap_gives_the_same_tokens(temperature: float, verification: str) -> None:
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True, verification=verification)  # type: ignore[arg-type]
+        for i in range(5)
+    ]
+    made = engine(3, 1, overlap=True, share=0.02)
+    assert run(made, params) == run(engine(3, 1, share=0.02), params)
+    assert 10 < made.parts.captured.hits < made.stats.rounds - 10  # type: ignore[union-attr]
+
+
+def test_overlap_ends_where_drafts_are_rejected() -> None:
+    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 5
+    made = engine(3, 1, overlap=True, share=0.6)
+    rounds = made.parts.captured
+    assert isinstance(rounds, OverlappedRounds)
+    went_on: list[bool] = []
+    start = rounds._start
+    rounds._start = lambda *a, **k: (went_on.append(True), start(*a, **k))[1]  # type: ignore[assignment, method-assign]
+    assert run(made, params) == run(engine(3, 1, share=0.6), params)
+    assert 3 < len(went_on) < made.stats.rounds / 2
+
+
+def test_drafts_from_the_host(plain: LLM) -> None:
+    """Lookup's guesses are sent to the device and judged there."""
+    target = EagerRunner(tiny_model("llama"), rows=3, max_len=96, margin=40)
+    rounds = CapturedRounds(target, None, vocab_size=TINY_VOCABULARY, lengths=(0, 2, 5))
+    made = Engine(
+        target,
+        LookupDrafter(),
+        FixedController(4),
+        EngineConfig(max_rows=3),
+        vocab_size=TINY_VOCABULARY,
+        eos=(2,),
+        captured=rounds,
+        max_gamma=4,
+    )
+    rounds.warm_up()
+    played = watch(made)
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 4 + EVERYTHING[-1:]
+    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    assert run(made, params) == expected
+    assert made.stats.accepted > 10
+    assert {shape.gamma for shape in played} == {0, 2, 5}
 
 
 def test_aborting_while_a_round_is_in_flight(plain: LLM) -> None:
@@ -142,7 +255,7 @@ def test_sampling_follows_the_target(rule: str) -> None:
         FixedController(3),
         EngineConfig(max_rows=8, max_waiting=4000),
         vocab_size=4,
-        captured=CapturedRounds(target, drafter, vocab_size=4),
+        captured=CapturedRounds(target, drafter, vocab_size=4, lengths=(0, 3)),
         max_gamma=3,
     )
     handles = [
@@ -158,3 +271,14 @@ def test_sampling_follows_the_target(rule: str) -> None:
         law[outcome[1:]] = law.get(outcome[1:], 0.0) + chance
     assert chi_squared(counts, law) > 1e-4
     assert 0.2 < made.stats.acceptance_rate < 0.95
+
+
+def test_which_draft_lengths_are_recorded() -> None:
+    assert draft_lengths(8, fixed=True) == (0, 8)
+    assert draft_lengths(5, fixed=False) == (0, 1, 2, 3, 4, 5)
+    assert draft_lengths(10, fixed=False, few=True) == (0, 1, 3, 6, 10)
+
+
+def test_without_a_gpu_nothing_is_recorded() -> None:
+    llm = LLM(tiny_model("llama"), noisy(tiny_model("llama")), max_model_len=96, check=False)
+    assert llm.engine.parts.captured is None

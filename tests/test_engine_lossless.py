@@ -48,7 +48,10 @@ def engine_for(kind: str) -> Engine:
 
 @pytest.mark.parametrize(
     ("kind", "rule"),
-    [("plain", "block"), *((kind, rule) for kind in ("model", "ending itself", "tree") for rule in ("token", "block", "coupled"))],
+    [
+        ("plain", "block"),
+        *((kind, rule) for kind in ("model", "ending itself", "tree") for rule in ("token", "block", "coupled")),
+    ],
 )
 def test_engine_follows_the_target(kind: str, rule: str) -> None:
     engine = engine_for(kind)

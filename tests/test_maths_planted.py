@@ -172,14 +172,20 @@ def test_block_with_an_early_exit() -> None:
 
 @pytest.mark.parametrize("shape", ["chain-2", "uneven"])
 def test_block_that_keeps_a_node_with_r_instead_of_h(shape: str) -> None:
-    owner = verify._Chains if shape.startswith("chain") else verify._Trees
-    right = owner.reject
+    right = verify._Trees.reject
 
-    def wrong(self: verify._Draft, node, parent, scale: Tensor, where: Tensor, *, weigh: bool) -> Tensor:
-        right(self, node, parent, scale, where, weigh=weigh)
+    def wrong(self: verify._Draft, node, parent, scale: Tensor, where: Tensor) -> Tensor:
+        right(self, node, parent, scale, where)
         return scale  # r / (r + 1 - r) = r
 
-    with patched(owner, "reject", wrong), pytest.raises(NotLossless):
+    def wrong_chain(self: verify._Chains) -> Tensor:
+        return self.scale[:, 1:-1]
+
+    with (
+        patched(verify._Trees, "reject", wrong),
+        patched(verify._Chains, "masses", wrong_chain),
+        pytest.raises(NotLossless),
+    ):
         law_off(block_rule, shape, "iid")
 
 
@@ -227,8 +233,8 @@ class OneStream(CounterChance):
     def accept(self, node: Tensor, probability: Tensor) -> Tensor:
         yes = super().accept(node, probability)
         assert self._uniform is not None
-        u = self._uniform.gather(1, node.unsqueeze(1))
-        self.last = torch.where(yes.unsqueeze(1), getattr(self, "last", u), u)
+        assert node.shape[1:] == (1,)
+        self.last = self._uniform.gather(1, node)
         return yes
 
     def draw(self, weights: Tensor, drafted: Tensor | None = None) -> Tensor:

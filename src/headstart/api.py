@@ -21,14 +21,14 @@ from .drafters.base import Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
-from .engine.captured import CapturedRounds, DeviceRunner, draft_lengths
 from .engine.engine import Engine, Handle
+from .engine.opening import open_captured
 from .engine.stats import EngineStats
 from .errors import InvalidParameter, ModelRefused
 from .machine.embedded import embedded_draft, embedded_folder, is_embedded
-from .machine.fused import open_runner
 from .machine.head import head_folder
-from .machine.loading import Capability, Loaded, eos_ids, load, same_tokenizer
+from .machine.loading import Capability, eos_ids, same_tokenizer
+from .machine.opening import Quantization, Runner, load_draft, load_target, runner_for
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
 from .types import Completion, DraftView, Piece, Request, SamplingParams
@@ -52,6 +52,9 @@ class LLM:
     ``draft``: a smaller model or a trained head given the same way, the name of a drafter ("lookup"), a ``Drafter``, or
     None for plain decoding; "auto" is the head that ships with the embedded model, beside ``lookup``, and ``lookup``
     alone for any other. ``gamma``: how many tokens to draft a round; "auto" measures and chooses.
+    ``quantization``: weights of 8 or 4 bits ("int8", "int4", on a CPU) or as they are (None); "auto" is "int4" for the
+    embedded model on a CPU (its own file's weights) unless a ``dtype`` is given, and None for any other.
+    ``draft_quantization``: the same for a draft model; it cannot change the text, so "auto" is "int8" on a CPU.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class LLM:
         gamma: int | Literal["auto"] = "auto",
         dtype: str | torch.dtype = "auto",
         draft_dtype: str | torch.dtype | None = None,
+        quantization: Quantization = "auto",
+        draft_quantization: Quantization = "auto",
         device: str | torch.device | None = None,
         device_map: Any = None,
         trust_remote_code: bool = False,
@@ -71,7 +76,8 @@ class LLM:
         check: bool = True,
         **settings: Any,
     ) -> None:
-        """``settings``: ``max_rows``, ``max_model_len``, ``prefill_chunk``, ``max_waiting``, ``max_gamma``.
+        """``settings``: ``max_rows``, ``max_model_len``, ``prefill_chunk``, ``max_waiting``, ``max_gamma``,
+        ``overlap`` (on a GPU, go on drafting while the target verifies).
 
         ``check=False`` skips the short self-test that every model passes at load.
         """
@@ -86,13 +92,18 @@ class LLM:
         source: Model = embedded_folder() if model is None else model
         if draft == "auto" and not is_embedded(source):
             draft = "lookup"
-        self._target = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement)
-        self._longest = self._context(self._target.report)
-        runner = self._runner(self._target)
+        self._draft_quantization: Quantization = draft_quantization
+        opened = load_target(
+            source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement
+        )
+        self._longest = self._context(opened.loaded.report)
+        runner, self._target = runner_for(opened, **self._sizes())
         self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
         self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
         drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
-        captured = _captured(runner, drafter, self._vocab_size)
+        captured = None
+        if isinstance(runner, EagerRunner):
+            captured = open_captured(runner, drafter, self.config.draft, self._vocab_size)
         self.engine = Engine(
             runner,
             drafter,
@@ -251,20 +262,15 @@ class LLM:
             raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
         return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
 
-    def _runner(self, loaded: Loaded, *, draft: bool = False) -> EagerRunner:
-        runner, reason = open_runner(
-            loaded.model,
-            rows=self.config.engine.max_rows,
-            max_len=self._longest,
-            margin=2 * (self.config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
-            probe=self._check,
-            draft=draft,
-        )
-        if reason is not None:
-            log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
-        return runner
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "rows": self.config.engine.max_rows,
+            "max_len": self._longest,
+            "margin": 2 * (self.config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
+            "probe": self._check,
+        }
 
-    def _drafter(self, draft: Model | Drafter | None, target: EagerRunner, dtype: str | torch.dtype) -> Drafter | None:
+    def _drafter(self, draft: Model | Drafter | None, target: Runner, dtype: str | torch.dtype) -> Drafter | None:
         if draft is None or isinstance(draft, Drafter):
             return draft
         if draft == "auto":
@@ -278,7 +284,8 @@ class LLM:
         folder = head_folder(draft)
         if folder is not None:
             return HeadDrafter.load(folder, target, vocab_size=min(self._vocab_size, target.vocab_size))
-        loaded = load(draft, dtype=dtype, **self._placement)
+        opened = load_draft(draft, self._draft_quantization, dtype=dtype, **self._placement)
+        loaded = opened.loaded
         difference = same_tokenizer(self._target, loaded)
         if difference is not None:
             raise ModelRefused(
@@ -291,21 +298,12 @@ class LLM:
                 f"{self._longest}: set max_model_len={loaded.report.max_context} or use another draft."
             )
         return ModelDrafter(
-            self._runner(loaded, draft=True),
+            runner_for(opened, **self._sizes(), draft=True)[0],
             vocab_size=min(self._vocab_size, target.vocab_size),
             width=target.vocab_size,
             prefill_chunk=self.config.engine.prefill_chunk,
             least_hope=lambda: self.engine.parts.controller.least_hope(),
         )
-
-
-def _captured(runner: EagerRunner, drafter: Drafter | None, vocab_size: int) -> CapturedRounds | None:
-    """Rounds on the device, if target and draft run on fused kernels there."""
-    if not isinstance(runner, DeviceRunner):
-        return None
-    if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner, DeviceRunner):
-        return CapturedRounds(runner, drafter, vocab_size=vocab_size, lengths=draft_lengths(8, fixed=False))
-    return CapturedRounds(runner, None, vocab_size=vocab_size, lengths=(0,)) if drafter is None else None
 
 
 class Stream:

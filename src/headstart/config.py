@@ -42,6 +42,7 @@ class DraftConfig:
 
     gamma: int | Literal["auto"] = "auto"
     max_gamma: int = 10  # the most "auto" may choose
+    overlap: bool = False  # on a GPU, go on drafting while the target verifies
 
     def __post_init__(self) -> None:
         if self.gamma != "auto":

@@ -52,6 +52,8 @@ def distill(
     ] = 6,
     vocab: Annotated[int, typer.Option(help="Words a head can say.")] = 8192,
     layers: Annotated[int, typer.Option(help="Layers of a model draft.")] = 2,
+    width: Annotated[int | None, typer.Option(help="Width of the draft; without it: the target's.")] = None,
+    optimizer: Annotated[str, typer.Option(help="muon (for the matrices, with adamw for the rest) or adamw.")] = "muon",
     seed: Annotated[int, typer.Option(help="The same seed makes the same draft on the same machine.")] = 0,
     dtype: common.Dtype = "auto",
     device: common.Device = None,
@@ -70,6 +72,7 @@ def distill(
         kind=kind,  # type: ignore[arg-type]  # checked there
         vocab=vocab,
         layers=layers,
+        width=width,
         data=DataSettings(
             sequences=sequences,
             shard=min(200, sequences),
@@ -84,6 +87,7 @@ def distill(
             accumulate=accumulate,
             learning_rate=learning_rate,
             loss=check_loss(loss),
+            optimizer=optimizer,  # type: ignore[arg-type]  # checked there
             patience=patience,
             evaluate_every=every,
             checkpoint_every=every,

@@ -26,7 +26,7 @@ from ..maths.cost import CostModel
 from .card import Card, draw_curve, write_card
 from .data import DataSettings, make_data
 from .proof import Figures, MakeDrafter, measure_cost, prove
-from .shapes import draft_vocabulary, head_for, shallow_copy
+from .shapes import draft_vocabulary, head_for, narrow_copy, shallow_copy
 from .shards import Corpus
 from .students import HeadStudent, ModelStudent, Student, Teacher
 from .train import Mark, Trainer, TrainSettings
@@ -43,7 +43,7 @@ class DistillSettings:
     kind: Kind = "head"
     vocab: int = 8192  # words a head can say
     layers: int = 2  # of a model
-    width: int | None = None  # of a head; None: the target's
+    width: int | None = None  # None: the target's
     ffn: int | None = None
     length: int = 512  # tokens of a training row
     proof_prompts: int = 12
@@ -142,6 +142,8 @@ def _student(target: Loaded, corpus: Corpus, settings: DistillSettings, donor: s
         difference = same_tokenizer(target, source)
         if difference is not None:
             raise InvalidParameter("donor", f"cannot lend its layers: {difference}")
+    if settings.width is not None:
+        return ModelStudent(narrow_copy(source.model, settings.layers, settings.width, settings.ffn), target.tokenizer)
     return ModelStudent(shallow_copy(source.model, settings.layers), target.tokenizer)
 
 
@@ -209,7 +211,8 @@ def _card(
             f"{', '.join(map(str, c.watch))}, with {c.vocab} output words; {weights / 1e6:.1f}M weights."
         )
     else:
-        shape = f"A causal language model of {settings.layers} layers, {weights / 1e6:.1f}M weights."
+        wide = student.model.get_input_embeddings().weight.shape[1]
+        shape = f"A causal language model of {settings.layers} layers, {wide} wide, {weights / 1e6:.1f}M weights."
     trained = settings.train
     return Card(
         kind=settings.kind,

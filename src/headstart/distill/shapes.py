@@ -17,7 +17,7 @@ from ..errors import InvalidParameter
 from ..machine.head import HeadConfig, HeadNet
 from ..machine.watch import decoder_layers
 
-__all__ = ["draft_vocabulary", "head_for", "shallow_copy", "watched_layers"]
+__all__ = ["draft_vocabulary", "head_for", "narrow_copy", "shallow_copy", "watched_layers"]
 
 _FIRST_SPREAD = 2.0
 
@@ -100,7 +100,8 @@ def shallow_copy(donor: PreTrainedModel, layers: Sequence[int] | int, **override
     """A model of the donor's family with only some of its layers, and everything else copied.
 
     ``layers``: which ones, or how many (spread from the first to the last). ``overrides``: other values of the config,
-    for a narrower model; what no longer fits starts from chance.
+    for a narrower model: its embeddings start as the donor's in the directions in which they spread most, and what else
+    no longer fits starts from chance.
     """
     stack = decoder_layers(donor)
     if isinstance(layers, int):
@@ -131,7 +132,42 @@ def shallow_copy(donor: PreTrainedModel, layers: Sequence[int] | int, **override
             for own in names:
                 if own in mine and mine[own].shape == value.shape:
                     mine[own].copy_(value)
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            own_table, table = getattr(draft, get)().weight, getattr(donor, get)().weight
+            if own_table.shape[1] < table.shape[1] and own_table.shape[0] == table.shape[0]:
+                own_table.copy_(_narrowed(table, own_table.shape[1]))
     draft.tie_weights()
     if donor.generation_config is not None:
         draft.generation_config = copy.deepcopy(donor.generation_config)
     return draft
+
+
+def narrow_copy(donor: PreTrainedModel, layers: int, width: int, ffn: int | None = None) -> PreTrainedModel:
+    """A shallow copy that is narrower too, with as many heads of the donor's size as fit. ``ffn``: without it 8/3 of
+    the width, rounded up to a multiple of 64.
+
+    Most weights of a small model with a large vocabulary are its output rows, so its width is what a step costs.
+    """
+    config = donor.config.get_text_config(decoder=True)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if width % head_dim:
+        raise InvalidParameter("width", f"must be a multiple of {head_dim}, the size of the donor's heads, not {width}")
+    heads = width // head_dim
+    overrides: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": ffn or -(-width * 8 // 3 // 64) * 64,
+        "num_attention_heads": heads,
+    }
+    if hasattr(config, "num_key_value_heads"):
+        overrides["num_key_value_heads"] = heads
+    if getattr(config, "head_dim", None) is not None:
+        overrides["head_dim"] = head_dim
+    return shallow_copy(donor, layers, **overrides)
+
+
+def _narrowed(table: Tensor, width: int) -> Tensor:
+    """Rows [V, H] seen in the ``width`` directions in which they spread most, as long in the mean as before."""
+    rows = table.detach().float()
+    _, directions = torch.linalg.eigh(rows.T @ rows)  # rising
+    found = rows @ directions[:, -width:].flip(1)
+    return found * (rows.norm(dim=1).mean() / found.norm(dim=1).mean())

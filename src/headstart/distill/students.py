@@ -65,11 +65,18 @@ class Teacher:
 class Student(Protocol):
     """A draft in training."""
 
+    steady: bool
+    """Every step of a draft guesses as the first one does, so that one step says all there is to learn."""
+
     @property
     def module(self) -> nn.Module: ...
     @property
     def ids(self) -> Tensor | None:
         """[W] the tokens its logits stand for; None: all."""
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Weights with a row for each word, which are no maps from one space to another."""
 
     def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
         """For each step of a draft, hidden or output states [B, T, ...] that ``logits`` turns into guesses.
@@ -86,11 +93,14 @@ class Student(Protocol):
 class HeadStudent:
     """A ``HeadNet`` for a target whose features come with each reading."""
 
+    steady = False
+
     def __init__(self, net: HeadNet, target: PreTrainedModel, about: dict[str, Any] | None = None) -> None:
         self.net = net
         self._embedding: Tensor = target.get_input_embeddings().weight
         self._about = about or {}
         self._turn: Tensor | None = None
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -99,6 +109,10 @@ class HeadStudent:
     @property
     def ids(self) -> Tensor | None:
         return self.net.ids
+
+    @property
+    def tables(self) -> list[Tensor]:
+        return [self.net.head]
 
     def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
         assert reading.features is not None
@@ -111,16 +125,24 @@ class HeadStudent:
         word = self.net.word(self._embedding[tokens].to(g.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        seen = _causal(length, self.net.config.window, tokens.device)
-        for _ in range(steps):
+        group = self.net.config.heads // self.net.config.kv_heads
+        for step in range(steps):
             x = g + word
             q, k, v = self.net.queries_keys_values(x, turn)
-            group = self.net.config.heads // self.net.config.kv_heads
-            keys.append(k.repeat_interleave(group, 2))
-            values.append(v.repeat_interleave(group, 2))
-            y = self.net.finish(x, _attend(q, keys, values, seen).flatten(2))
+            keys.append(k.repeat_interleave(group, 2).transpose(1, 2))  # [B, heads, T, dim]
+            values.append(v.repeat_interleave(group, 2).transpose(1, 2))
+            # All steps' keys side by side under a mask: many products for nothing, but in one kernel that writes no
+            # scores down, which is what costs time on a GPU.
+            seen = self._seen(length, step, tokens.device)
+            found = F.scaled_dot_product_attention(q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), seen)
+            y = self.net.finish(x, found.transpose(1, 2).flatten(2))
             yield y
             g = _later(y, 1)
+
+    def _seen(self, length: int, step: int, device: torch.device) -> Tensor:
+        if (length, step) not in self._masks:
+            self._masks[length, step] = _mask(length, self.net.config.window, step, device)
+        return self._masks[length, step]
 
     def logits(self, states: Tensor) -> Tensor:
         return self.net.logits(states)
@@ -136,6 +158,8 @@ class HeadStudent:
 class ModelStudent:
     """An ordinary causal LM with the target's tokenizer. It drafts from text alone, so every step is the same."""
 
+    steady = True
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -148,6 +172,10 @@ class ModelStudent:
     @property
     def ids(self) -> Tensor | None:
         return None
+
+    @property
+    def tables(self) -> list[Tensor]:
+        return [self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight]
 
     def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
         out = self.model(input_ids=reading.batch.tokens, use_cache=False).logits
@@ -173,32 +201,13 @@ def _later(x: Tensor, slots: int) -> Tensor:
     return torch.cat([torch.zeros_like(x[:, :slots]), x[:, :-slots]], dim=1)
 
 
-def _causal(length: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] how many slots back each key lies; out-of-reach ones are marked by a huge number."""
+def _mask(length: int, window: int, step: int, device: torch.device) -> Tensor:
+    """[T, T * (step + 1)] bool: what slots of step ``step`` of a rollout see of the slots of all steps so far.
+
+    Slot j sees the true slots (of step 0) up to j - step, and of each later step m the one slot of its own draft,
+    j - step + m.
+    """
     at = torch.arange(length, device=device)
     back = at[:, None] - at
-    return torch.where(back < window, back, -1)
-
-
-def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], back: Tensor) -> Tensor:
-    """Attention at step s = len(keys) - 1 of a rollout. All [B, T, heads, dim]; ``back`` of ``_causal``.
-
-    The slot j of step s sees the true slots 0 .. j - s, and of each later step m the one slot of its own draft,
-    j - s + m.
-    """
-    step = len(keys) - 1
-    scale = q.shape[-1] ** -0.5
-    q = q.transpose(1, 2)  # [B, heads, T, dim]
-    true_keys, true_values = keys[0].transpose(1, 2), values[0].transpose(1, 2)
-    if step == 0:
-        return F.scaled_dot_product_attention(q, true_keys, true_values, attn_mask=back >= 0).transpose(1, 2)
-    true = ((q @ true_keys.transpose(2, 3)) * scale).masked_fill(back < step, float("-inf"))
-    own = [(_later(keys[m], step - m), _later(values[m], step - m)) for m in range(1, step + 1)]
-    mine = torch.cat([(q * k.transpose(1, 2)).sum(-1, keepdim=True) * scale for k, _ in own], -1)
-    mine = F.pad(mine, (0, -step % 8), value=float("-inf"))  # rows of odd lengths make slow products on a GPU
-    weights = torch.cat([true, mine], -1).softmax(-1).to(q.dtype)
-    length = true.shape[-1]
-    out = weights[..., :length] @ true_values
-    for m, (_, v) in enumerate(own):
-        out = out + weights[..., length + m : length + m + 1] * v.transpose(1, 2)
-    return out.transpose(1, 2)
+    true = (back >= step) & (back < window)
+    return torch.cat([true, *(back == step - m for m in range(1, step + 1))], dim=1)

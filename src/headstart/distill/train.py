@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +28,9 @@ from .losses import Goal, Loss, acceptance, check_loss, distance, draft_tau
 from .shards import Corpus
 from .students import Reading, Student, Teacher
 
-__all__ = ["Mark", "TrainSettings", "Trainer"]
+__all__ = ["Mark", "Optimizer", "TrainSettings", "Trainer"]
+
+Optimizer = Literal["adamw", "muon"]
 
 _COOLEST = 0.5  # greedy text is learned at this temperature: the likeliest tokens count more, and logits still agree
 
@@ -47,6 +49,7 @@ class TrainSettings:
     loss: Loss = "mix"
     unroll: int = 5  # steps of a draft that are trained
     fade: float = 0.85  # how much less each further step of a draft counts
+    optimizer: Optimizer = "muon"  # for the matrices; tables of words and norms are always left to adamw
     evaluate_every: int = 100
     checkpoint_every: int = 200
     patience: int = 0  # stop after this many measurements without a better predicted speed-up; 0: never
@@ -55,6 +58,10 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
+        if self.optimizer not in get_args(Optimizer):
+            raise InvalidParameter(
+                "optimizer", f"must be one of {', '.join(get_args(Optimizer))}, not {self.optimizer!r}"
+            )
         for name in ("steps", "rows", "accumulate", "unroll", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InvalidParameter(name, f"must be at least 1, not {getattr(self, name)}")
@@ -90,13 +97,8 @@ class Trainer:
         cuda = self.device.type == "cuda"
         module.train()
         self._weights = [p for p in module.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._weights,
-            lr=settings.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-            fused=cuda,
-        )
+        self._optimizers = _optimizers(self._weights, student.tables, settings, cuda)
+        self._depth = 1 if student.steady else settings.unroll  # steps of a draft that are looked at
         self._half: Callable[[], AbstractContextManager[Any]] = (
             (lambda: torch.autocast("cuda", torch.bfloat16)) if cuda else nullcontext
         )
@@ -141,7 +143,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         s = self.settings
-        for group in self._optimizer.param_groups:
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group["lr"] = self.rate(self.step)
         rows = s.rows // s.accumulate
         for part in range(s.accumulate):
@@ -150,8 +152,9 @@ class Trainer:
             (loss / s.accumulate).backward()  # type: ignore[no-untyped-call]
             self._sum += loss.detach() / s.accumulate
         torch.nn.utils.clip_grad_norm_(self._weights, s.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._since += 1
 
@@ -165,7 +168,7 @@ class Trainer:
         goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat[chosen])
         total, weights = torch.zeros((), device=self.device), 0.0
         with self._half():
-            for step, states in enumerate(self.student.rollout(reading, s.unroll)):
+            for step, states in enumerate(self.student.rollout(reading, self._depth)):
                 loss, _ = distance(goal, self.student.logits(states.flatten(0, 1)[chosen]), s.loss)
                 total = total + loss * s.fade**step
                 weights += s.fade**step
@@ -202,9 +205,10 @@ class Trainer:
         goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat)
         rates = torch.zeros(2, s.unroll, shape.numel(), device=self.device)
         with self._half():
-            for step, states in enumerate(self.student.rollout(reading, s.unroll)):
+            for step, states in enumerate(self.student.rollout(reading, self._depth)):
                 for kind, found in enumerate(acceptance(goal, self.student.logits(states.flatten(0, 1)[chosen]))):
                     rates[kind, step, chosen] = found.float()
+        rates[:, self._depth :] = rates[:, :1]
         start = guessed.clone()  # a draft counts where the text goes on for as long as the draft
         for ahead in range(1, s.unroll):
             start[:, : shape[1] - ahead] &= guessed[:, ahead:]
@@ -214,6 +218,10 @@ class Trainer:
 
     # -- checkpoints
 
+    def _keeper(self, weight: Tensor) -> torch.optim.Optimizer:
+        """The optimizer that moves a weight."""
+        return next(o for o in self._optimizers if any(weight is w for g in o.param_groups for w in g["params"]))
+
     def checkpoint(self) -> None:
         """Write everything needed to go on, in one step."""
         work = self.folder / f".checkpoint-{os.getpid()}"
@@ -221,7 +229,7 @@ class Trainer:
         work.mkdir(parents=True)
         tensors = {f"weight.{i}": w.detach() for i, w in enumerate(self._weights)}
         for i, weight in enumerate(self._weights):
-            tensors |= {f"state.{i}.{name}": t for name, t in self._optimizer.state[weight].items()}
+            tensors |= {f"state.{i}.{name}": t for name, t in self._keeper(weight).state[weight].items()}
         tensors["sum"] = self._sum
         save_file({name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}, work / "state.safetensors")
         state = {
@@ -253,9 +261,33 @@ class Trainer:
             for i, weight in enumerate(self._weights):
                 weight.copy_(tensors[f"weight.{i}"])
                 prefix = f"state.{i}."
-                self._optimizer.state[weight] = {
+                self._keeper(weight).state[weight] = {
                     k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)
                 }
+
+
+def _optimizers(
+    weights: list[Tensor], tables: list[Tensor], settings: TrainSettings, cuda: bool
+) -> list[torch.optim.Optimizer]:
+    """One for all weights, or Muon for the matrices and AdamW for the rest."""
+    rest, found = weights, list[torch.optim.Optimizer]()
+    if settings.optimizer == "muon":
+        words = {id(table) for table in tables}
+        matrices = [w for w in weights if w.ndim == 2 and id(w) not in words]
+        rest = [w for w in weights if w.ndim != 2 or id(w) in words]
+        # Steps of the size AdamW makes, so that one learning rate serves both.
+        found.append(
+            torch.optim.Muon(
+                matrices,
+                lr=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    adam = torch.optim.AdamW(
+        rest, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=cuda
+    )
+    return [*found, adam]
 
 
 def _where(mask: Tensor, device: torch.device) -> Tensor:

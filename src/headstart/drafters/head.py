@@ -20,11 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ModelRefused
+from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
+from ..machine.cpu.library import MatrixRecord
+from ..machine.cpu.runner import CpuRunner
 from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..types import DraftView, Proposal
 from .base import Drafter
-from .pen import Pen
+from .pen import AGREEMENT_HEAT, Pen, just_argmax
 
 __all__ = ["HeadDrafter", "WatchedRunner"]
 
@@ -68,22 +71,36 @@ class HeadDrafter(Drafter):
         self.vocab_size = vocab_size
         # To ask how likely a token is means to wait for the device, which is free on a CPU only.
         self.least_hope = least_hope if least_hope is not None else LEAST_HOPE * (target.device.type == "cpu")
+        self.least_next = 0.0
         self.branch = branch
         slab = target.slab
         self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
         self._dtype = net.fuse.dtype
-        self._embedding: Tensor = target.model.get_input_embeddings().weight
         self._no_features = net.fuse.new_zeros(1, net.config.features)
         self._turn = net.rotary(self.slab.capacity)  # [capacity, 1, dim / 2]
         self._count = torch.arange(self.slab.capacity, device=target.device)
+        self._kernel: HeadKernel | None = None
         target.watch(net.config.watch)
 
     @staticmethod
     def load(folder: Path, target: WatchedRunner, *, vocab_size: int) -> HeadDrafter:
         """The head in ``folder`` (see ``machine.head``), for the model that ``target`` runs."""
         drafter = HeadDrafter(load_head(folder), target, vocab_size=vocab_size)
-        drafter.net.shrink()
+        if not drafter.use_kernel():
+            drafter.net.shrink()
         return drafter
+
+    def use_kernel(self, kind: str = "int8") -> bool:
+        """Draft chains on the CPU's own kernels, with rounded matrices, if there are some for this head."""
+        if self.branch > 1 or self.slab.rows > MOST_ROWS or why_not(self.net) is not None:
+            return False
+        embedding: Tensor | MatrixRecord
+        if isinstance(self.target, CpuRunner):
+            embedding, threads = self.target.packed.matrix("embedding"), self.target.threads
+        else:
+            embedding, threads = self._embedding, torch.get_num_threads()
+        self._kernel = HeadKernel(self.net, self.slab, embedding, threads=threads, kind=kind)
+        return True
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
         asked = {
@@ -123,38 +140,65 @@ class HeadDrafter(Drafter):
             return
         while (start := slab.lengths[row]) < len(tokens) - 1:
             piece = tokens[start : min(start + CHUNK, len(tokens) - 1)]
-            x = self._true_inputs([(view.id, start, piece)])[None]
-            _, k, v = self.net.queries_keys_values(x, self._turn[None, start : start + len(piece)])
-            slab.begin(slice(row, row + 1), [start], len(piece))
-            slab.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+            if self._kernel is not None:
+                self._kernel.remember(row, start, piece, self._features(view.id, start, len(piece)))
+            else:
+                x = self._true_inputs([(view.id, start, piece)])[None]
+                _, k, v = self.net.queries_keys_values(x, self._turn[None, start : start + len(piece)])
+                slab.begin(slice(row, row + 1), [start], len(piece))
+                slab.update(k.transpose(1, 2), v.transpose(1, 2), 0)
             slab.extend(row, piece)
+
+    def _features(self, key: str, start: int, count: int) -> Tensor | None:
+        """The target's features behind ``count`` slots from ``start`` on [n, F]; nothing stands before a text's first
+        token, so slot 0 has none."""
+        first, last = max(start - 1, 0), start + count - 1
+        return self.target.features(self.target.slab.row(key), first, last).to(self._dtype) if last > first else None
 
     def _true_inputs(self, parts: Sequence[tuple[str, int, Sequence[int]]]) -> Tensor:
         """x of (sequence, first slot, tokens of its slots), one part behind the other [n, width], by true features."""
         found = []
         for key, start, tokens in parts:
-            if start == 0:  # nothing stands before a text's first token
+            if start == 0:
                 found.append(self._no_features)
-            last = start + len(tokens) - 1
-            if last > 0:
-                found.append(self.target.features(self.target.slab.row(key), max(start - 1, 0), last).to(self._dtype))
+            features = self._features(key, start, len(tokens))
+            if features is not None:
+                found.append(features)
         g = self.net.fused(torch.cat(found) if len(found) > 1 else found[0])
         ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=g.device)
         return g + self._words(ids)
 
+    @property
+    def _embedding(self) -> Tensor:
+        """The target's embedding table [V, H]."""
+        if isinstance(self.target, CpuRunner):
+            return self.target.embedding
+        weight: Tensor = self.target.model.get_input_embeddings().weight
+        return weight
+
     def _words(self, tokens: Tensor) -> Tensor:
         """Token ids [..] -> what they add to g [.., width]."""
-        return self.net.word(self._embedding[tokens].to(self._dtype))
+        if isinstance(self.target, CpuRunner):
+            found = self.target.packed.rows("embedding", tokens.flatten()).view(*tokens.shape, -1)
+        else:
+            found = self._embedding[tokens]
+        return self.net.word(found.to(self._dtype))
+
+    def _missing(self, asked: Asked) -> tuple[list[str], list[int], list[list[int]]]:
+        """The sequences in row order up to the last one asked, how many slots their rows have, and the tokens of those
+        that are missing."""
+        keys = self.slab.ready_keys
+        keys = keys[: 1 + max(row for row, key in enumerate(keys) if key in asked)]
+        starts = self.slab.lengths[: len(keys)]
+        feed = [asked[key][0].tokens[start:] if key in asked else [] for key, start in zip(keys, starts, strict=True)]
+        return keys, starts, feed
 
     def _catch_up(self, asked: Asked) -> tuple[list[str], list[int], Tensor]:
         """Write the missing slots of every asked row. Returns the sequences in row order (rows that were not asked come
         along as idle passengers), how many slots each row has now, and y [R, 1, width] of their last ones."""
         slab = self.slab
-        keys = slab.ready_keys
-        keys = keys[: 1 + max(row for row, key in enumerate(keys) if key in asked)]
+        keys, starts, feed = self._missing(asked)
         rows = len(keys)
-        starts = slab.lengths[:rows]
-        feed = [asked[key][0].tokens[start:] if key in asked else [] for key, start in zip(keys, starts, strict=True)]
         found = self._true_inputs([part for part in zip(keys, starts, feed, strict=True) if part[2]])
         ends = [start + max(len(line), 1) for start, line in zip(starts, feed, strict=True)]
         if rows == 1:
@@ -219,21 +263,21 @@ class HeadDrafter(Drafter):
     # -- drafting
 
     def _chains(self, asked: Asked) -> dict[str, Proposal]:
-        keys, ends, y = self._catch_up(asked)
+        if self._kernel is not None and all(just_argmax(view.params) for view, _ in asked.values()):
+            return self._greedy_chains(asked, self._kernel)
+        keys, ends, logits, y = self._first(asked)
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        pen = Pen(views, self.vocab_size, self.target.vocab_size, y.device, self.net.ids)
+        pen = Pen(views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
         reached: Tensor | float = 1.0
         drawn: list[Tensor] = []
         for offset in range(max(budgets)):
             if offset:
                 # A row whose numbers break down draws -1; it is fed as any token and cut out below.
-                x = y + self._words(drawn[-1].clamp_min(0))[:, None]
-                q, k, v = self._write(x, ends)
-                y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))
+                logits, y = self._next(ends, drawn[-1].clamp_min(0), y)
                 ends = [end + 1 for end in ends]
-            drawn.append(pen.draw(self.net.logits(y)[:, 0], offset))
+            drawn.append(pen.draw(logits, offset))
             if self.least_hope:
                 # What ends a chain is the distribution a token is drawn from, never the token.
                 reached = reached * pen.hopes()
@@ -243,6 +287,51 @@ class HeadDrafter(Drafter):
                     if max(budgets) <= offset:
                         break
         return self._proposals(asked, keys, budgets, torch.stack(drawn, dim=1).tolist(), pen)
+
+    def _first(self, asked: Asked) -> tuple[list[str], list[int], Tensor, Tensor | None]:
+        """Catch up, and the logits [R, W] of what follows. The last is for ``_next``; the kernel keeps it to itself."""
+        if self._kernel is None:
+            keys, ends, y = self._catch_up(asked)
+            return keys, ends, self.net.logits(y)[:, 0], y
+        keys, starts, feed = self._missing(asked)
+        logits = self._kernel.read(starts, feed, self._all_features(keys, starts, feed))
+        for row, line in enumerate(feed):
+            self.slab.extend(row, line)
+        return keys, [start + max(len(line), 1) for start, line in zip(starts, feed, strict=True)], logits, None
+
+    def _next(self, ends: Sequence[int], tokens: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The logits [R, W] behind one drafted token more a row."""
+        if y is None:
+            assert self._kernel is not None
+            return self._kernel.step(ends, tokens.tolist()), None
+        x = y + self._words(tokens)[:, None]
+        q, k, v = self._write(x, ends)
+        y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))
+        return self.net.logits(y)[:, 0], y
+
+    def _greedy_chains(self, asked: Asked, kernel: HeadKernel) -> dict[str, Proposal]:
+        """The whole draft in one call."""
+        keys, starts, feed = self._missing(asked)
+        budgets = [asked[key][1] if key in asked else 0 for key in keys]
+        features = self._all_features(keys, starts, feed)
+        drafted = kernel.chains(
+            starts,
+            feed,
+            features,
+            budgets,
+            heat=AGREEMENT_HEAT,
+            least_hope=self.least_hope,
+            least_next=self.least_next,
+        )
+        for row, line in enumerate(feed):
+            self.slab.extend(row, line)
+        return {key: Proposal.chain(line) for key, line in zip(keys, drafted, strict=True) if key in asked}
+
+    def _all_features(
+        self, keys: Sequence[str], starts: Sequence[int], feed: Sequence[Sequence[int]]
+    ) -> list[Tensor | None]:
+        parts = zip(keys, starts, feed, strict=True)
+        return [self._features(key, start, len(line)) if line else None for key, start, line in parts]
 
     @staticmethod
     def _proposals(

@@ -16,12 +16,19 @@ import torch.nn.functional as F
 
 from ..maths import noise
 from ..maths.argmax import argmax
-from ..maths.distribution import History, Warp, argmaxes, probabilities
-from ..types import DraftView
+from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
+from ..maths.inner import PLAIN, Inner
+from ..types import DraftView, SamplingParams
 
-__all__ = ["Pen", "draw_tokens", "fit"]
+__all__ = ["AGREEMENT_HEAT", "Pen", "draft_keys", "draw_tokens", "fit", "just_argmax"]
 
-_AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
+AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
+
+
+def just_argmax(params: SamplingParams) -> bool:
+    """Is every token simply the likeliest one, with nothing added to the logits?"""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    return params.greedy and not params.logit_bias and penalties == (0.0, 0.0, 1.0)
 
 
 class Pen:
@@ -72,11 +79,8 @@ class Pen:
         tokens, q = draw_tokens(
             fit(logits, self.width, self._ids),
             self.warp,
-            offset,
-            seeds=self._seeds,
-            base=self._base,
-            coupled=self._coupled,
-            outputs=self._outputs,
+            None if self.warp.all_greedy else self._keys(offset),
+            outputs=self._outputs + offset,
             history=self._history,
         )
         if q is not None and not all(self.point):
@@ -85,6 +89,10 @@ class Pen:
             self._history.add(tokens)
         return tokens
 
+    def _keys(self, offset: int) -> noise.Keys:
+        low, high = draft_keys(self._seeds, self._base, self._coupled, torch.tensor([offset], device=self._base.device))
+        return low[:, 0], high[:, 0]
+
     def hopes(self) -> torch.Tensor:
         """[R] about how likely the target will agree with the last tokens, from their distributions alone.
 
@@ -92,7 +100,7 @@ class Pen:
         greedy guess holds as often as its probability at temperature 0.7 says, a drawn one more evenly.
         """
         assert self._last is not None
-        logits = self._last.float() / _AGREEMENT_HEAT
+        logits = self._last.float() / AGREEMENT_HEAT
         sure: torch.Tensor = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         if not self._q:
             return sure
@@ -103,29 +111,44 @@ class Pen:
         return torch.stack(self._q, dim=1) if self._q else None
 
 
+def draft_keys(
+    seeds: torch.Tensor, base: torch.Tensor, coupled: torch.Tensor, offset: torch.Tensor, inner: Inner = PLAIN
+) -> noise.Keys:
+    """The noise of drafted tokens number ``offset`` [N] in their round: seeds, base, coupled [R] -> two words [R, N].
+
+    Coupled rows share the target's noise at the token's position; the others have noise of their own, by the round.
+    """
+    shared, base = coupled[:, None], base[:, None]
+    return inner.keys(
+        seeds,
+        torch.where(shared, base + offset, base),
+        torch.where(shared, 0, offset + 1),
+        torch.where(coupled, noise.COUPLED, noise.DRAFT),
+    )
+
+
 def draw_tokens(
     logits: torch.Tensor,
     warp: Warp,
-    offset: int,
+    keys: noise.Keys | None,
     *,
-    seeds: torch.Tensor,
-    base: torch.Tensor,
-    coupled: torch.Tensor,
     outputs: torch.Tensor,
     history: History | None = None,
+    inner: Inner = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logits [R, V] -> tokens [R], and the distributions they were drawn from [R, V] (None if all rows are greedy).
 
-    ``offset``: tokens drawn before in this round. seeds, base (committed tokens), coupled, outputs: [R]. Nothing here
-    waits for the device.
+    keys: two words [R], see ``draft_keys``; greedy rows need none. outputs [R]: tokens written so far, drafted
+    ones included. Nothing here waits for the device.
     """
     if warp.all_greedy:
-        return argmaxes(logits[:, None], warp, outputs=outputs + offset, history=history)[:, 0], None
-    q = probabilities(logits[:, None], warp, outputs=outputs + offset, history=history)[:, 0]
-    drafted = noise.keys(seeds, base, offset + 1, noise.DRAFT)
-    shared = noise.keys(seeds, base + offset, 0, noise.COUPLED)
-    low, high = (torch.where(coupled, s, d) for s, d in zip(shared, drafted, strict=True))
-    return noise.draw(q, noise.exponential((low, high), logits.shape[-1])), q
+        return argmaxes(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0], None
+    assert keys is not None
+    if inner.drawn is not None and not warp.any_greedy:
+        q, tokens = inner.drawn(processed(logits[:, None], warp, outputs=outputs, history=history)[:, 0], warp, keys)
+        return tokens, q
+    q = probabilities(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0]
+    return inner.race(q, keys), q
 
 
 def fit(logits: torch.Tensor, width: int, ids: torch.Tensor | None = None) -> torch.Tensor:

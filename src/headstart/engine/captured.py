@@ -1,46 +1,48 @@
 """Rounds that live on the device: the draft loop is one recording, verify-and-decide another, and the host runs behind.
 
-Knows: the state a round needs on the device (last tokens, lengths, seeds, settings), and the two recordings.
-Does not know: how a token is drawn (``drafters.pen``) or judged (``judge.decide``); both are the eager path's own.
+Knows: which recordings there are, when each is played, and how its result gets to the host.
+Does not know: what is recorded (``programs``), or what a row's line in the device's table means (``device_rows``).
 
 The host reads one small buffer a round. When nothing is about to change, the next round is launched before the last
 one's result is read, so the device never waits for Python; a sequence that ended is then noticed one round late, and
-what was computed past its end is dropped.
-
-What does not fit (penalties, bias, log-probabilities, rows with different rules) takes the eager path: see ``fits``.
+what was computed past its end is dropped. Recordings exist for a few numbers of rows (buckets), draft lengths and
+bounds on the context; ``warm_up`` makes all of them, and after it nothing is recorded any more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..drafters.model import ModelDrafter
-from ..drafters.pen import draw_tokens
 from ..machine.graphs import Recorder, Recording
-from ..machine.runner import ModelRunner
-from ..maths import noise
-from ..maths.tree import Topology
-from ..maths.warp import Warp
-from ..types import Draw, Proposal, SamplingParams, Verdict
-from .judge import Group, decide, group_of
+from ..machine.runner import EagerRunner, ModelRunner
+from ..maths.inner import PLAIN, Inner
+from ..types import Origin, Proposal, TokenLogprob, Verdict
+from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
+from .programs import DeviceRunner, Logprobs, Programs, Shape
 from .sequence import Sequence
 
-__all__ = ["CapturedRounds", "DeviceRunner", "Outcome"]
+__all__ = ["CapturedRounds", "DeviceRunner", "Flight", "Outcome", "draft_lengths"]
+
+KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
+_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+_FEW_LENGTHS = (0, 1, 3, 6, 12, 24, 48)
 
 
-@runtime_checkable
-class DeviceRunner(ModelRunner, Protocol):
-    """A runner that can also be told its rows' lengths by a tensor on the device, without the host knowing them."""
+def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ...]:
+    """The draft lengths to record: a fixed one, or a choice for a controller; 0 is a plain round.
 
-    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
-        """Logits [R, keep, V] of tokens [R, N] in rows 0 .. R-1 behind lengths [R] keys; no row gets past ``bound``."""
+    ``few``: a coarser choice, where recording takes long.
+    """
+    return (0, most) if fixed else tuple(sorted({*(n for n in (_FEW_LENGTHS if few else _LENGTHS) if n < most), most}))
 
 
 @dataclass(frozen=True)
@@ -52,61 +54,57 @@ class Outcome:
     draft_seconds: float
     verify_seconds: float
     logits: Tensor | None = None  # [R, N+1, V], where the round was played step by step
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What one pair of recordings serves."""
-
-    rows: int
-    gamma: int
-    group: Group
-    truncates: bool  # some row uses top-k, top-p or min-p
-    bound: int
+    logprobs: list[list[TokenLogprob]] | None = None  # for each row, of each emitted token; where it was not
 
 
 @dataclass
-class _Plan:
-    """The recordings for one shape and the tensors they share."""
-
-    shape: _Shape
-    draft: Recording | None
-    verify: Recording
-    result: Tensor  # [R, gamma + 3] int64 on the device: accepted, token, ok, drafted tokens
-    hosts: list[Tensor]  # the same, pinned: two that take turns, since two rounds can be under way
-
-
-@dataclass
-class _Flight:
+class Flight:
     """A launched round whose result was not read yet."""
 
-    plan: _Plan
+    shape: Shape
     host: Tensor
+    logprobs: Logprobs | None
     keys: tuple[str, ...]
+    limits: tuple[int, ...]
     marks: list[torch.cuda.Event] | None
     times: tuple[float, float]
 
 
 class CapturedRounds:
-    """Plays rounds of a target (and a draft model, if there is one) on the device."""
+    """Plays rounds of a target on the device, with the drafts of a draft model there or with drafts from the host."""
 
-    BOUNDS = (1024, 4096, 16384, 65536, 262144)  # recordings are made for the smallest of these that holds every row
+    BOUNDS = (2048, 16384, 131072)  # and the slab's capacity; a recording serves rows of up to so many keys
 
-    def __init__(self, target: DeviceRunner, drafter: ModelDrafter | None, *, vocab_size: int) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._vocab_size = vocab_size
+    def __init__(
+        self,
+        target: DeviceRunner,
+        drafter: ModelDrafter | None,
+        *,
+        vocab_size: int,
+        lengths: Seq[int],
+        inner: Inner = PLAIN,
+    ) -> None:
+        """``lengths``: the draft lengths there are recordings for, 0 among them."""
+        self._target, self._drafter = target, drafter
+        self.lengths = tuple(sorted({0, *lengths}))
+        slab = target.slab
+        self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
+        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), inner)
         self._recorder = Recorder(target.device)
-        self._plans: dict[_Shape, _Plan] = {}
-        self._flight: _Flight | None = None
-        device, rows = target.device, target.slab.rows
-        self._last = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # the last two committed tokens
-        self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)  # live keys: committed tokens less one
-        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._real = torch.ones(3, rows, device=device)  # temperature, top_p, min_p
-        self._top_k = torch.ones(rows, dtype=torch.int64, device=device)
-        self._settings: tuple[SamplingParams, ...] = ()
-        self._level: tuple[tuple[str, int], ...] = ()  # who is on the device, and with how many committed tokens
+        self._drafts: dict[Shape, Recording] = {}
+        self._verifies: dict[Shape, Recording] = {}
+        self._flight: Flight | None = None
+        self._sealed = False
+        bounds = getattr(target, "BOUNDS", self.BOUNDS)
+        self._bounds = (*(b for b in bounds if b < slab.capacity), slab.capacity)
+        self._buckets = (*(1 << i for i in range(16) if 1 << i < slab.rows), slab.rows)
+        # Two that take turns, since two rounds can be under way.
+        pinned = partial(torch.zeros, pin_memory=self._recorder.enabled)
+        shape = self._programs.result.shape
+        self._hosts = [pinned(shape, dtype=torch.int64) for _ in "ab"]
+        self._host_logprobs = [
+            Logprobs(*(pinned(part.shape, dtype=part.dtype) for part in self._programs.logprobs)) for _ in "ab"
+        ]
 
     # -- what the round asks
 
@@ -114,41 +112,55 @@ class CapturedRounds:
     def in_flight(self) -> bool:
         return self._flight is not None
 
+    @property
+    def drafting(self) -> bool:
+        """Is the draft model on the device too?"""
+        return self._drafter is not None
+
+    @property
+    def recordings(self) -> int:
+        return len(self._drafts) + len(self._verifies)
+
     def fits(self, sequences: Seq[Sequence], gamma: int) -> bool:
         """Can these rows' next round be played here?"""
-        if (gamma and self._drafter is None) or not self._recordable(len(sequences)):
-            return False
-        group = group_of(sequences[0], drafted=gamma > 0)
-        for s in sequences:
-            p = s.params
-            odd = (
-                p.logprobs is not None
-                or bool(p.logit_bias)
-                or p.min_tokens > s.output_length
-                or (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
-                or (gamma > 0 and not p.speculate)
-                or group_of(s, drafted=gamma > 0) != group
-            )
-            if odd or len(s.tokens) < 2 or self._over(s, gamma, rounds=1):
-                return False
-        return True
+        shape = self._shape(sequences, self._down(gamma))
+        missing = self._missing(shape) or (self._sealed and shape.gamma > 0 and shape not in self._drafts)
+        enough = all(len(s.tokens) >= 2 and not self._over(s, shape.gamma, rounds=1) for s in sequences)
+        return enough and not missing and (self.drafting or shape.gamma == 0)
 
     def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: bool) -> Outcome:
         """The next round of rows 0 .. R-1. ``ahead``: the one after it may be launched before this returns."""
+        gamma = self._down(gamma)
         if self._flight is None:
             self._settle(sequences, drafting=gamma > 0)
             self._flight = self._launch(sequences, gamma)
         flight, self._flight = self._flight, None
         # The draft is level only where it drafted, so a round that begins to draft starts from the host.
-        same = bool(gamma) == bool(flight.plan.shape.gamma)
-        ending = any(self._over(s, gamma, rounds=2) or s.remaining <= flight.plan.shape.gamma + 1 for s in sequences)
-        if ahead and same and not ending:
+        same = bool(gamma) == bool(flight.shape.gamma)
+        ending = any(self._over(s, gamma, rounds=2) or s.remaining <= flight.shape.gamma + 1 for s in sequences)
+        if ahead and same and not ending and self.fits(sequences, gamma):
             self._flight = self._launch(sequences, gamma)
         return self._read(flight, sequences)
 
+    def judge(self, sequences: Seq[Sequence], proposals: Seq[Proposal | None], draft_seconds: float) -> Outcome | None:
+        """A round whose drafts were made elsewhere; None where it does not fit."""
+        longest = max((len(p) for p in proposals if p is not None), default=0)
+        gamma = next((n for n in self.lengths if n >= longest), None)
+        if gamma is None or any(p is not None and not p.is_chain for p in proposals):
+            return None
+        shape = self._shape(sequences, gamma)
+        if self._missing(shape) or any(len(s.tokens) < 2 or self._over(s, gamma, rounds=1) for s in sequences):
+            return None
+        limits = [len(p) if p is not None else 0 for p in proposals]
+        self._settle(sequences, drafting=False, limits=limits)
+        self._send(proposals, shape)
+        flight = self._launch(sequences, gamma, given=limits)
+        found = self._read(flight, sequences)
+        return Outcome(list(proposals), found.verdicts, draft_seconds, found.verify_seconds, None, found.logprobs)
+
     def committed(self, sequences: Seq[Sequence], outcome: Outcome) -> None:
         """The host has taken the round in: the draft's books follow."""
-        self._level = tuple((s.id, len(s.tokens)) for s in sequences)
+        self._state.committed(sequences)
         if self._drafter is not None:
             for s, proposal, verdict in zip(sequences, outcome.proposals, outcome.verdicts, strict=True):
                 if proposal is not None and verdict is not None:
@@ -156,68 +168,107 @@ class CapturedRounds:
 
     def forget(self) -> None:
         """After a failure: nothing on the device can be trusted to be level."""
-        self._flight, self._level = None, ()
+        self._flight = None
+        self._state.forget()
 
-    # -- launching and reading
+    # -- shapes
 
-    def _recordable(self, rows: int) -> bool:
-        """Few numbers of rows are recorded, since each takes a second; the others are played step by step."""
-        return rows <= 4 or rows % 4 == 0 or rows == self._target.slab.rows
+    def _down(self, gamma: int) -> int:
+        return max(n for n in self.lengths if n <= gamma)
+
+    def _shape(self, sequences: Seq[Sequence], gamma: int) -> Shape:
+        rows = next(n for n in self._buckets if n >= len(sequences))
+        longest = max(len(s.tokens) for s in sequences) + 2 * (gamma + 1)
+        bound = next((b for b in self._bounds if b >= longest), self._bounds[-1])
+        return self._coarse(Shape(rows, gamma, kind_of([s.params for s in sequences], drafted=gamma > 0), bound))
+
+    def _coarse(self, shape: Shape) -> Shape:
+        """The program that does everything is seldom wanted, and recorded for the largest bound only."""
+        return replace(shape, bound=self._bounds[-1]) if shape.kind == "full" else shape
+
+    def _missing(self, shape: Shape) -> bool:
+        return self._sealed and shape not in self._verifies
 
     def _over(self, sequence: Sequence, gamma: int, rounds: int) -> bool:
         """Would that many rounds write past the end of a row?"""
-        slab = self._target.slab
-        return len(sequence.tokens) + rounds * (gamma + 1) > slab.capacity
+        return len(sequence.tokens) + rounds * (gamma + 1) > self._target.slab.capacity
 
-    def _settle(self, sequences: Seq[Sequence], *, drafting: bool) -> None:
-        """Bring the device's state, and the draft's rows, level with the host."""
-        if drafting:
-            assert self._drafter is not None
-            self._drafter.align(sequences)
-        level = tuple((s.id, len(s.tokens)) for s in sequences)
-        params = tuple(s.params for s in sequences)
-        rows = len(sequences)
-        if level != self._level:
-            state = [[*s.tokens[-2:], len(s.tokens) - 1, noise.seeds([s.seed], "cpu").item()] for s in sequences]
-            table = torch.tensor(state, dtype=torch.int64).to(self._target.device, non_blocking=True)
-            self._last[:rows] = table[:, :2]
-            self._lengths[:rows] = table[:, 2]
-            self._seeds[:rows] = table[:, 3]
-            self._level = level
-        if params != self._settings:
-            real = [[p.temperature or 1.0 for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-            self._real[:, :rows] = torch.tensor(real).to(self._target.device)
-            self._top_k[:rows] = torch.tensor([p.top_k or self._vocab_size for p in params]).to(self._target.device)
-            self._settings = params
+    # -- launching and reading
 
-    def _launch(self, sequences: Seq[Sequence], gamma: int) -> _Flight:
-        longest = max(len(s.tokens) for s in sequences) + 2 * (gamma + 1)
-        capacity = self._target.slab.capacity
-        bound = min(next((b for b in self.BOUNDS if b >= longest), capacity), capacity)
-        truncates = any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in self._settings)
-        shape = _Shape(len(sequences), gamma, group_of(sequences[0], drafted=gamma > 0), truncates, bound)
-        plan = self._plans.get(shape)
-        if plan is None:
-            plan = self._plans[shape] = self._record(shape)
+    def _settle(self, sequences: Seq[Sequence], *, drafting: bool, limits: Seq[int] | None = None) -> None:
+        """Bring the device's table, and the draft's rows, level with the host."""
+        draft = None
+        if self._drafter is not None:
+            draft = self._drafter.runner.slab
+            if drafting:
+                self._drafter.align(sequences)
+        rows = next(n for n in self._buckets if n >= len(sequences))
+        self._state.settle(sequences, idle_lengths(self._target.slab, draft, len(sequences), rows), limits)
+
+    def _send(self, proposals: Seq[Proposal | None], shape: Shape) -> None:
+        """Drafts from the host, and what they were drawn from: a deterministic guess is a one-hot distribution."""
+        width, device = shape.gamma, self._target.device
+        lines = [[*p.tokens, *[0] * (width - len(p))] if p is not None else [0] * width for p in proposals]
+        drafts = torch.tensor(lines, dtype=torch.int64).T.contiguous().to(device, non_blocking=True)
+        self._programs.drafts[:width, : len(proposals)] = drafts
+        if shape.kind == "greedy" or not width:
+            return
+        q = self._programs.q(shape.rows, width)
+        q.zero_()
+        q[: len(proposals)].scatter_(2, drafts.T[:, :, None], 1.0)
+        for row, proposal in enumerate(proposals):
+            if proposal is not None and proposal.q is not None and proposal.draw == "iid":
+                q[row, : len(proposal)] = proposal.q
+
+    def _launch(
+        self,
+        sequences: Seq[Sequence],
+        gamma: int,
+        *,
+        given: Seq[int] | None = None,
+        anew: bool = True,
+        beside: Callable[[], None] | None = None,
+    ) -> Flight:
+        """Launch a round. given: lengths of the drafts that were sent. ``anew=False``: the drafts are on the device.
+
+        ``beside``: called between drafting and verifying.
+        """
+        shape = self._shape(sequences, gamma)
+        draft = self._recording(self._drafts, shape) if given is None and gamma and anew else None
+        verify = self._recording(self._verifies, shape)
         mark = partial(torch.cuda.Event, enable_timing=True)
         marks = [mark() for _ in range(3)] if self._recorder.enabled else None
         started = perf_counter()
         if marks:
             marks[0].record()
-        if plan.draft is not None:
-            plan.draft.replay()
-        drafted = perf_counter()
+        if draft is not None:
+            draft.replay()
+        if beside is not None:
+            beside()
+        between = perf_counter()
         if marks:
             marks[1].record()
-        plan.verify.replay()
-        host = plan.hosts.pop(0)
-        plan.hosts.append(host)
-        host.copy_(plan.result, non_blocking=True)
+        verify.replay()
+        host, logprobs = self._fetch(shape, any(s.params.logprobs is not None for s in sequences))
         if marks:
             marks[2].record()
-        return _Flight(plan, host, tuple(s.id for s in sequences), marks, (drafted - started, perf_counter() - drafted))
+        limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
+        times = (between - started, perf_counter() - between)
+        return Flight(shape, host, logprobs, tuple(s.id for s in sequences), limits, marks, times)
 
-    def _read(self, flight: _Flight, sequences: Seq[Sequence]) -> Outcome:
+    def _fetch(self, shape: Shape, logprobs: bool) -> tuple[Tensor, Logprobs | None]:
+        """Start copying the result to the host."""
+        self._hosts.reverse()
+        host = self._hosts[0][: shape.rows]
+        host.copy_(self._programs.result[: shape.rows], non_blocking=True)
+        if not logprobs:
+            return host, None
+        self._host_logprobs.reverse()
+        for here, there in zip(self._host_logprobs[0], self._programs.logprobs, strict=True):
+            here[: shape.rows].copy_(there[: shape.rows], non_blocking=True)
+        return host, self._host_logprobs[0]
+
+    def _read(self, flight: Flight, sequences: Seq[Sequence]) -> Outcome:
         assert flight.keys == tuple(s.id for s in sequences), "rows changed while a round was in flight"
         draft_seconds, verify_seconds = flight.times
         if flight.marks:
@@ -226,93 +277,66 @@ class CapturedRounds:
             verify_seconds = flight.marks[1].elapsed_time(flight.marks[2]) / 1e3
         proposals: list[Proposal | None] = []
         verdicts: list[Verdict | None] = []
-        gamma = flight.plan.shape.gamma
-        for accepted, token, ok, *drafted in flight.host.tolist():
-            proposals.append(Proposal.chain(drafted) if gamma else None)
-            origin = "plain" if not gamma else "bonus" if accepted == gamma else "correction"
-            verdicts.append(Verdict(tuple(range(accepted)), token, origin) if ok else None)  # type: ignore[arg-type]
-        return Outcome(proposals, verdicts, draft_seconds, verify_seconds)
+        logprobs: list[list[TokenLogprob]] = []
+        for i, limit in enumerate(flight.limits):
+            accepted, token, ok, *drafted = flight.host[i].tolist()
+            proposals.append(Proposal.chain(drafted[:limit]) if limit else None)
+            origin: Origin = "plain" if not limit else "bonus" if accepted == limit else "correction"
+            verdicts.append(Verdict(tuple(range(accepted)), token, origin) if ok else None)
+            wanted = sequences[i].params.logprobs
+            emitted = [*drafted[:accepted], token]
+            asked = flight.logprobs is not None and wanted is not None
+            logprobs.append(_logprobs(flight.logprobs, i, emitted, wanted or 0) if asked else [])  # type: ignore[arg-type]
+        return Outcome(proposals, verdicts, draft_seconds, verify_seconds, None, logprobs)
 
     # -- recording
 
-    def warm_up(self, rows: Seq[int], gammas: Seq[int], groups: Seq[Group]) -> None:
-        """Record ahead of time, so that nothing is recorded while serving."""
-        for group in groups:
-            for count in rows:
-                for gamma in gammas:
-                    for bound in self.BOUNDS[:1]:
-                        shape = _Shape(count, gamma, group, False, min(bound, self._target.slab.capacity))
-                        self._plans.setdefault(shape, self._record(shape))
+    def warm_up(self, report: Callable[[int, int], None] | None = None) -> None:
+        """Record everything there is, so that nothing is recorded while serving. ``report``: (done, of how many)."""
+        shapes = list(self._shapes())
+        for done, shape in enumerate(shapes):
+            if report is not None:
+                report(done, len(shapes))
+            self._recording(self._verifies, shape)
+            if shape.gamma and self.drafting:
+                self._recording(self._drafts, shape)
+        if report is not None:
+            report(len(shapes), len(shapes))
+        self._sealed = True
 
-    def _warp(self, shape: _Shape) -> Warp:
-        """The settings of the first R rows, read from the device's own state."""
-        rows = shape.rows
-        example = [SamplingParams(temperature=0.0 if shape.group == "greedy" else 1.0)] * rows
-        plain = Warp.of(example, vocab_size=self._vocab_size, eos=[()] * rows, device=self._target.device)
-        if shape.group == "greedy":
-            return plain
-        return plain.over(
-            temperature=self._real[0, :rows],
-            top_p=self._real[1, :rows] if shape.truncates else None,
-            min_p=self._real[2, :rows] if shape.truncates else None,
-            top_k=self._top_k[:rows] if shape.truncates else None,
-        )
+    def _shapes(self) -> Iterator[Shape]:
+        """The largest first, so that the others find their memory there."""
+        for bound in reversed(self._bounds):
+            for rows in reversed(self._buckets):
+                for kind in reversed(KINDS):
+                    for gamma in reversed(self.lengths):
+                        shape = Shape(rows, gamma, kind, bound)
+                        if shape == self._coarse(shape) and (gamma or kind != "rejected"):
+                            yield shape
 
-    def _record(self, shape: _Shape) -> _Plan:
-        rows, gamma, device, width = shape.rows, shape.gamma, self._target.device, self._target.vocab_size
-        point = shape.group in ("greedy", "coupled")
-        warp = self._warp(shape)
-        topology = Topology.chain([gamma] * rows, device)
-        drafts = torch.zeros(rows, gamma, dtype=torch.int64, device=device)
-        q = None if point or not gamma else torch.zeros(rows, gamma, width, device=device)
-        result = torch.zeros(rows, gamma + 3, dtype=torch.int64, device=device)
-        hosts = [torch.zeros(rows, gamma + 3, dtype=torch.int64, pin_memory=self._recorder.enabled) for _ in "ab"]
-        last, lengths, seeds = self._last[:rows], self._lengths[:rows], self._seeds[:rows]
-        none = torch.zeros(rows, dtype=torch.int64, device=device)
-        coupled = torch.full((rows,), shape.group == "coupled", device=device)
-        kinds: list[Draw] = ["point" if point else "iid"] * rows
+    @torch.inference_mode()
+    def _recording(self, known: dict[Shape, Recording], shape: Shape) -> Recording:
+        found = known.get(shape)
+        if found is None:
+            programs, state = self._programs, self._programs.changed(shape.rows)
+            if known is self._drafts:
+                assert self._drafter is not None
+                warm = partial(self._briefly, self._drafter.runner, partial(programs.draft, shape, min(2, shape.gamma)))
+                found = self._recorder.record(partial(programs.draft, shape), state=state, warm=warm)
+            else:
+                body = partial(programs.verify, shape)
+                found = self._recorder.record(body, state=state, warm=partial(self._briefly, self._target, body))
+            known[shape] = found
+        return found
 
-        def draft() -> None:
-            assert self._drafter is not None
-            runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
-            # The token before the last is fed again: after full acceptance the draft has not seen it.
-            fed, at = last, lengths - 1
-            for i in range(gamma):
-                logits = self._drafter.fit(runner.device_forward(fed, at, 1, shape.bound)[:, 0])
-                drawn, row_q = draw_tokens(
-                    logits, warp, i, seeds=seeds, base=lengths + 1, coupled=coupled, outputs=none
-                )
-                drafts[:, i] = drawn.clamp_min(0)
-                if q is not None and row_q is not None:
-                    q[:, i] = row_q
-                at = at + fed.shape[1]
-                fed = drafts[:, i : i + 1]
+    @staticmethod
+    def _briefly(runner: ModelRunner, body: Callable[[], None]) -> None:
+        with runner.brief() if isinstance(runner, EagerRunner) else nullcontext():
+            body()
 
-        def verify() -> None:
-            tokens = torch.cat([last[:, 1:], drafts], dim=1)
-            logits = self._target.device_forward(tokens, lengths, gamma + 1, shape.bound)
-            verdicts = decide(
-                shape.group,
-                logits,
-                warp,
-                tokens=tokens,
-                topology=topology,
-                outputs=none,
-                history=None,
-                seeds=seeds,
-                base=lengths + 1,
-                q=q,
-                kinds=kinds,
-            )
-            accepted, token = verdicts.accepted, verdicts.token.clamp_min(0)
-            result[:, 0], result[:, 1], result[:, 2] = accepted, token, verdicts.ok
-            if gamma:
-                result[:, 3:] = drafts
-            before = tokens.gather(1, accepted[:, None])
-            last.copy_(torch.cat([before, token[:, None]], dim=1))
-            lengths.add_(accepted + 1)
 
-        state = [last, lengths]
-        with torch.inference_mode():
-            recorded = self._recorder.record(draft, state=state) if gamma else None
-            return _Plan(shape, recorded, self._recorder.record(verify, state=state), result, hosts)
+def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:
+    chosen, best, ids = (part[row, : len(tokens)].tolist() for part in found)
+    lines = zip(tokens, chosen, best, ids, strict=True)
+    found_top = (dict(zip(names[:top], most[:top], strict=True)) for _, _, most, names in lines)
+    return [TokenLogprob(token, value, most) for token, value, most in zip(tokens, chosen, found_top, strict=True)]

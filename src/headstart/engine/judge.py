@@ -18,12 +18,13 @@ import torch
 
 from ..maths import noise
 from ..maths.distribution import History, Warp, argmaxes, probabilities
+from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
-from ..maths.verify import CounterChance, Verdicts, block_rule, coupled_rule, token_rule
+from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
 from ..types import Draw, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
-__all__ = ["Batch", "Group", "decide", "group_of", "judge", "logprobs_along"]
+__all__ = ["Batch", "Group", "decide", "decide_mixed", "group_of", "judge", "logprobs_along"]
 
 Group = Literal["greedy", "coupled", "token", "block"]
 
@@ -117,20 +118,60 @@ def decide(
     base: torch.Tensor,
     q: torch.Tensor | None,
     kinds: Seq[Draw],
+    inner: Inner = PLAIN,
 ) -> Verdicts:
     """The target's word on every row of one group: logits [R, N+1, V], tokens [R, N+1], q [R, N, V] or None.
 
     outputs, seeds, base: [R], tokens written so far, seeds, committed tokens. Nothing here waits for the device.
     """
     if group == "greedy":
-        targets = argmaxes(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history)
+        targets = argmaxes(
+            logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner
+        )
         return coupled_rule(targets, tokens, topology)
-    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history)
-    chance = CounterChance(seeds, base, topology.width)
+    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
+    chance = CounterChance(seeds, base, topology.width, inner)
     if group == "coupled":
         return coupled_rule(chance.targets(p, topology.depth), tokens, topology)
     rule = token_rule if group == "token" else block_rule
     return rule(p, q, tokens, topology, kinds, chance)
+
+
+def decide_mixed(
+    logits: torch.Tensor,
+    warp: Warp,
+    *,
+    tokens: torch.Tensor,
+    topology: Topology,
+    outputs: torch.Tensor,
+    history: History | None,
+    seeds: torch.Tensor,
+    base: torch.Tensor,
+    q: torch.Tensor | None,
+    kinds: Seq[Draw],
+    rejects: torch.Tensor | None,
+    block: torch.Tensor,
+    inner: Inner = PLAIN,
+) -> Verdicts:
+    """``decide`` for chains whose rows fall under different rules, known on the device only.
+
+    rejects [R] bool: the row is rejection sampled, by the block rule where ``block`` [R] says so; the others are
+    coupled or greedy (all mass on one token, so noise has no say). None: all rows are.
+    """
+    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
+    chance = CounterChance(seeds, base, topology.width, inner)
+    if rejects is None:
+        return chain_rules(p, q, tokens, topology, kinds, chance, block)
+    follow = coupled_rule(chance.targets(p, topology.depth), tokens, topology)
+    if topology.width == 1:  # nothing was drafted, so there is nothing to reject
+        return follow
+    sample = chain_rules(p, q, tokens, topology, kinds, chance, block)
+    return Verdicts(
+        torch.where(rejects[:, None], sample.path, follow.path),
+        torch.where(rejects, sample.accepted, follow.accepted),
+        torch.where(rejects, sample.token, follow.token),
+        torch.where(rejects, sample.ok, follow.ok),
+    )
 
 
 def _stack_q(batch: Batch, width: int) -> torch.Tensor | None:

@@ -56,8 +56,11 @@ def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool
     # Draft and verify: as a recording on the device where the round fits one, step by step where it does not.
     outcome = _captured(parts, sequences, first_row, behind, ahead)
     if outcome is None:
-        proposals = _draft(parts, sequences)
+        proposals = _draft(parts, sequences, reading=any(behind))
         drafted = perf_counter()
+        if parts.captured is not None and not first_row and not any(behind):
+            outcome = parts.captured.judge(sequences, proposals, drafted - started)
+    if outcome is None:
         batch = Batch.of(sequences, proposals, parts.runner.device)
         logits = _forward(parts, batch, first_row, lengths, behind)
         verified = perf_counter()
@@ -79,8 +82,7 @@ def _commit(parts: Parts, sequences: list[Sequence], first_row: int, outcome: Ou
             sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
             continue
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
-        logits = outcome.logits[i] if outcome.logits is not None else None
-        kept[i] = sequence.commit(_emissions(sequence, outcome.proposals[i], verdict, logits, parts.vocab_size))
+        kept[i] = sequence.commit(_emissions(sequence, i, outcome, verdict, parts.vocab_size))
         slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
     if parts.captured is not None and outcome.logits is None:
         parts.captured.committed(sequences, outcome)
@@ -94,10 +96,10 @@ def _captured(
 ) -> Outcome | None:
     """The round as a recording on the device, or None where it does not fit there."""
     rounds = parts.captured
-    if rounds is None or first_row or any(behind) or not (ahead or rounds.in_flight):
-        return None  # while rows come and go, no number of them stays long enough to be recorded
+    if rounds is None or first_row or any(behind) or (parts.drafter is not None and not rounds.drafting):
+        return None
     gamma = 0
-    if parts.drafter is not None and all(s.params.speculate for s in sequences):
+    if parts.drafter is not None and any(s.params.speculate for s in sequences):
         room = [parts.max_gamma] * len(sequences)
         gamma = max(parts.controller.budgets(sequences, room))
     if not rounds.in_flight and not rounds.fits(sequences, gamma):
@@ -105,10 +107,14 @@ def _captured(
     return rounds.play(sequences, gamma, ahead=ahead)
 
 
-def _draft(parts: Parts, sequences: list[Sequence]) -> list[Proposal | None]:
-    """Ask for guesses. A drafter that fails is dropped for good: the text goes on without it."""
+def _draft(parts: Parts, sequences: list[Sequence], *, reading: bool) -> list[Proposal | None]:
+    """Ask for guesses. A drafter that fails is dropped for good: the text goes on without it.
+
+    ``reading``: the round also reads the end of a prompt. A draft model with recordings does not guess there: step by
+    step it would take longer than the round after it.
+    """
     nothing: list[Proposal | None] = [None] * len(sequences)
-    if parts.drafter is None:
+    if parts.drafter is None or (reading and parts.captured is not None and parts.captured.drafting):
         return nothing
     limits = [_limit(parts, sequence) for sequence in sequences]
     if not any(limits):
@@ -150,17 +156,20 @@ def _forward(parts: Parts, batch: Batch, first_row: int, lengths: list[int], beh
     return logits
 
 
-def _emissions(
-    sequence: Sequence, proposal: Proposal | None, verdict: Verdict, logits: torch.Tensor | None, vocab_size: int
-) -> list[Emission]:
+def _emissions(sequence: Sequence, i: int, outcome: Outcome, verdict: Verdict, vocab_size: int) -> list[Emission]:
     """The accepted tokens and the target's own, in order, with log-probabilities where they were asked for."""
+    proposal = outcome.proposals[i]
     drafted = proposal.tokens if proposal is not None else ()
     tokens = [*(drafted[node] for node in verdict.path), verdict.token]
     emissions = [Emission(token, "accepted") for token in tokens]
     emissions[-1].origin = verdict.origin
-    if sequence.params.logprobs is not None and logits is not None:
-        nodes = [0, *(node + 1 for node in verdict.path)]
-        found = logprobs_along(logits, tokens, nodes, sequence.params.logprobs, vocab_size)
+    if sequence.params.logprobs is not None:
+        if outcome.logits is not None:
+            nodes = [0, *(node + 1 for node in verdict.path)]
+            found = logprobs_along(outcome.logits[i], tokens, nodes, sequence.params.logprobs, vocab_size)
+        else:
+            assert outcome.logprobs is not None
+            found = outcome.logprobs[i]
         for emission, logprob in zip(emissions, found, strict=True):
             emission.logprob = logprob
     return emissions

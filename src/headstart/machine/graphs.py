@@ -7,7 +7,9 @@ everywhere.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -32,24 +34,49 @@ class Recording:
 class Recorder:
     """Records functions on one device. They share their scratch memory, so they must run one after another."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """``priority``: -1 for what should get in between the kernels of others. Kernels keep it when replayed."""
         self.device = device
         self.enabled = device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
+        if self.enabled:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
-    def record(self, body: Callable[[], None], *, state: Sequence[Tensor] = ()) -> Recording:
-        """Record ``body``, which must not look at a tensor's value. ``state``: what it changes; it is put back."""
+    def record(
+        self, body: Callable[[], None], *, state: Sequence[Tensor] = (), warm: Callable[[], None] | None = None
+    ) -> Recording:
+        """Record ``body``, which must not look at a tensor's value. ``state``: what it changes; it is put back.
+
+        ``warm``: a shorter run that launches every kernel the body launches; without it the body itself is run once.
+        """
         if not self.enabled:
             return Recording(body, None)
         kept = [tensor.clone() for tensor in state]
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            body()  # compiles kernels and chooses algorithms, which a recording may not
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            (warm or body)()  # compiles kernels and chooses algorithms, which a recording may not
             for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            body()
+            self._stream.synchronize()
+            graph = self._capture(body)
+        current.wait_stream(self._stream)
         return Recording(body, graph)
+
+    def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Not ``torch.cuda.graph``: that collects garbage and empties the allocator each time, which takes longer."""
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()  # what it frees of the device's memory would break the capture
+        graph.capture_begin(pool=self._pool)
+        try:
+            body()
+        except BaseException:
+            with suppress(RuntimeError):  # it says that the capture broke, which is known
+                graph.capture_end()
+            raise
+        finally:
+            if collecting:
+                gc.enable()
+        graph.capture_end()
+        return graph

@@ -54,17 +54,16 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slab = self._slab
-        keys = self.keys[slab.first : slab.last, :, : slab.live]
-        values = self.values[slab.first : slab.last, :, : slab.live]
+        keys, values = self.keys[slab.first : slab.last], self.values[slab.first : slab.last]
         if slab.slots is None:  # every row starts at the same slot: a plain copy
-            keys[:, :, slab.start :].copy_(key_states)
-            values[:, :, slab.start :].copy_(value_states)
+            keys[:, :, slab.start : slab.live].copy_(key_states)
+            values[:, :, slab.start : slab.live].copy_(value_states)
         else:
             # The full slice between the two index tensors puts their [R, N] in front: [R, N, heads, dim].
             row, slots = slab.scatter_index(key_states.device)
             keys[row, :, slots] = key_states.transpose(1, 2)
             values[row, :, slots] = value_states.transpose(1, 2)
-        return keys, values
+        return keys[:, :, : slab.live], values[:, :, : slab.live]
 
     def get_seq_length(self) -> int:
         return self._slab.start
@@ -122,6 +121,13 @@ class Slab(Cache):  # type: ignore[misc]
         else:
             self.slots = slots
             self._index.clear()
+
+    def begin_on_device(self, slots: Tensor, live: int) -> None:
+        """The same where only the device knows: slots [R, N] of rows 0 .. R-1, of whose keys ``live`` are returned."""
+        self.first, self.last = 0, slots.shape[0]
+        self.start, self.live = live - slots.shape[1], live
+        self.slots = slots
+        self._index.clear()
 
     def allocate_like(self, other: Slab) -> None:
         """Allocate every layer now, in the shapes of another slab of the same model, so that memory fails early."""

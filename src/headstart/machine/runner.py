@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -101,6 +101,8 @@ def context_limit(config: Any) -> int | None:
 class EagerRunner:
     """Any Hugging Face causal LM over the slab, through its own modules, under ``torch.inference_mode``."""
 
+    BOUNDS: tuple[int, ...] = (2048, 16384, 131072)  # contexts that recorded rounds are made for, see ``bound``
+
     def __init__(
         self, model: PreTrainedModel, *, rows: int = 1, max_len: int = 2048, margin: int = MARGIN, probe: bool = True
     ) -> None:
@@ -169,6 +171,29 @@ class EagerRunner:
         mask = self._masks(positions, starts, low, high, tree)
         if high + width > self._last_position + 1:
             positions = positions.clamp(max=self._last_position)
+        return self._run(tokens, mask, positions, keep)
+
+    @torch.inference_mode()
+    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
+        """Logits [R, keep, V] of tokens [R, N] in rows 0 .. R-1 behind lengths [R] keys, which only the device knows.
+
+        All rows are masked over ``bound`` keys, so that the same work is done whatever the lengths are: it can be
+        recorded. A row that gets past the bound computes nonsense, but writes where it should.
+        """
+        width = tokens.shape[1]
+        slots = lengths[:, None] + self._count[:width]
+        self.slab.begin_on_device(slots, bound)
+        mask = self._masks(slots, None, -1, bound - width, None)
+        return self._run(tokens, mask, slots.clamp(max=self._last_position), keep)
+
+    def brief(self) -> AbstractContextManager[None]:
+        """Inside, a forward may do as little as it takes to have run every kernel once. Here that is all of it."""
+        return nullcontext()
+
+    def _run(
+        self, tokens: Tensor, mask: Tensor | dict[str, Tensor | None] | None, positions: Tensor, keep: int | None
+    ) -> Tensor:
+        """The model itself, over the slab as ``begin`` has set it."""
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "attention_mask": mask,
@@ -183,7 +208,7 @@ class EagerRunner:
             output = model(**arguments)
         self._keep_features()
         if keep == 0:
-            return self._zero.new_empty((count, 0, self.vocab_size))
+            return self._zero.new_empty((len(tokens), 0, self.vocab_size))
         logits: Tensor = output.logits
         return logits if keep is None else logits[:, -keep:]
 

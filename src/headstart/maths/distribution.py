@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .argmax import argmax
+from .inner import PLAIN, Inner
 from .tree import Topology
 from .warp import History, Warp
 
@@ -193,6 +193,7 @@ def probabilities(
     topology: Topology | None = None,
     history: History | None = None,
     depth: int = 0,
+    inner: Inner = PLAIN,
 ) -> Tensor:
     """The distribution each node's next token is drawn from: logits [R, N, V] -> [R, N, V], a new tensor.
 
@@ -200,16 +201,18 @@ def probabilities(
     """
     x = processed(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, depth=depth)
     if warp.all_greedy:
-        best = argmax(x).unsqueeze(-1)
+        best = inner.argmax(x).unsqueeze(-1)
         peak = x.gather(-1, best)
         return torch.zeros_like(x).scatter_(-1, best, peak - peak + 1)  # NaN where the peak is not finite
-    if warp.temperature is None and warp.min_p is None and warp.top_k is None and warp.top_p is None:
+    if inner.sampled is not None:
+        p = inner.sampled(x, warp)
+    elif warp.temperature is None and warp.min_p is None and warp.top_k is None and warp.top_p is None:
         p = torch.softmax(x, -1)
     else:
         p = _sampled(x, warp)
     if warp.any_greedy:
         greedy = warp.greedy.to(x.dtype).view(-1, 1, 1)
-        p.mul_(1 - greedy).scatter_add_(-1, argmax(x).unsqueeze(-1), greedy.expand(-1, x.shape[1], -1))
+        p.mul_(1 - greedy).scatter_add_(-1, inner.argmax(x).unsqueeze(-1), greedy.expand(-1, x.shape[1], -1))
     return p
 
 
@@ -245,6 +248,7 @@ def argmaxes(
     topology: Topology | None = None,
     history: History | None = None,
     depth: int = 0,
+    inner: Inner = PLAIN,
 ) -> Tensor:
     """The greedy token of each node: logits [R, N, V] -> [R, N] int64; -1 where the logits are broken.
 
@@ -254,5 +258,5 @@ def argmaxes(
         x = logits[..., : warp.vocab_size]  # a view: nothing is copied or converted
     else:
         x = processed(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, depth=depth)
-    best = argmax(x)
+    best = inner.argmax(x)
     return torch.where(x.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite(), best, -1)

@@ -17,69 +17,31 @@ Nothing here waits for the device or branches on a value, so a round can be capt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..types import Draw
-from . import noise
+from .chance import Chance, CounterChance, sound
 from .tree import Topology
 
-__all__ = ["Chance", "CounterChance", "Verdicts", "block_rule", "coupled_rule", "effective_q", "token_rule"]
+__all__ = [
+    "Chance",
+    "CounterChance",
+    "Verdicts",
+    "block_rule",
+    "chain_rules",
+    "coupled_rule",
+    "effective_q",
+    "token_rule",
+]
 
-Node = int | Tensor  # the same node in every row, or one for each row [R]
+Node = int | Tensor | slice  # the same node in every row, one for each row [R], or several of every row
 
-_TOLERANCE = 1e-3  # how far from 1 a distribution may sum; float32 rounding stays far below for any vocabulary
-
-
-class Chance(Protocol):
-    """Where the rules get their randomness."""
-
-    def accept(self, node: Tensor, probability: Tensor) -> Tensor:
-        """Decide about one node of each row: node [R], probability [R] -> [R] bool.
-
-        Each node is asked about once in a round; node 0 stands for nothing to decide, and has probability 0.
-        """
-
-    def draw(self, weights: Tensor, drafted: Tensor | None = None) -> Tensor:
-        """The target's own token: weights [R, V] of any sum -> [R]. drafted [R] bool: the row had a draft."""
-
-    def targets(self, p: Tensor, depth: Tensor) -> Tensor:
-        """Coupled: the target's token at every node, p [R, N+1, V], depth [R, N+1] -> [R, N+1]; -1 if p is broken."""
-
-
-class CounterChance:
-    """Counter-based randomness (see ``noise``), which is what production uses.
-
-    seeds [R] int64; base [R] int64: committed tokens, prompt included, so the absolute position of the next one;
-    width: nodes a row can have (``Topology.width`` or more).
-    """
-
-    def __init__(self, seeds: Tensor, base: Tensor, width: int = 256) -> None:
-        self._seeds, self._base, self._width = seeds, base, width
-        self._round = noise.round_key(seeds, base)
-        self._uniform: Tensor | None = None  # [R, width], made when first asked for
-
-    def accept(self, node: Tensor, probability: Tensor) -> Tensor:
-        if self._uniform is None:
-            nodes = torch.arange(self._width, device=node.device).expand(len(node), -1)
-            self._uniform = noise.uniform(noise.keys_in(self._round, nodes, noise.ACCEPT))
-        return self._uniform.gather(1, node.unsqueeze(1)).squeeze(1) < probability
-
-    def draw(self, weights: Tensor, drafted: Tensor | None = None) -> Tensor:
-        # A round without a draft uses the position's own noise: what plain and coupled decoding use.
-        stream: Tensor | int = noise.RESIDUAL
-        if drafted is not None:
-            stream = torch.where(drafted, noise.RESIDUAL, noise.COUPLED)
-        return noise.race(weights, noise.keys_in(self._round, 0, stream))
-
-    def targets(self, p: Tensor, depth: Tensor) -> Tensor:
-        keys = noise.keys(self._seeds, self._base.unsqueeze(1) + depth, 0, noise.COUPLED)
-        return torch.where(_sound(p), noise.race(p, keys), -1)
+_SMALL = 1 << 17  # numbers that a CPU's cache holds
 
 
 @dataclass(frozen=True)
@@ -92,14 +54,9 @@ class Verdicts:
     ok: Tensor  # [R] bool: False if p was broken where the token comes from; that row's request must fail
 
 
-def _sound(p: Tensor) -> Tensor:
-    """Is it a distribution? p [.., V] -> [..] bool. NaN compares False."""
-    return (p.sum(-1) - 1).abs() < _TOLERANCE
-
-
 def _at(x: Tensor, node: Node) -> Tensor:
     """x [R, M, ..] at one place of each row, or (a view) at the same place of all rows -> [R, ..]."""
-    return x[:, node] if isinstance(node, int) else x[torch.arange(len(x), device=x.device), node]
+    return x[torch.arange(len(x), device=x.device), node] if isinstance(node, Tensor) else x[:, node]
 
 
 def _put(x: Tensor, node: Node, value: Tensor) -> None:
@@ -162,12 +119,12 @@ class _Draft:
             raise ValueError(f"q must be [{rows}, {width - 1}, {size}], not {list(q.shape)}")
         self.p, self.q = p, q
         self.tokens = tokens.clamp(0, size - 1)  # padding may hold anything
-        self.sound = _sound(p)  # [R, N+1]
+        self.sound = sound(p)  # [R, N+1]
         self.drawn = p.new_ones(rows, width)  # q of each node's own token; 1 in a point draft
         broken = ~self.sound.gather(1, topology.parent)
         if q is not None:
             self.drawn[:, 1:] = q.gather(2, self.tokens[:, 1:].unsqueeze(2)).squeeze(2)
-            broken[:, 1:] |= ~_sound(q)
+            broken[:, 1:] |= ~sound(q)
         broken |= self.tokens != tokens  # no such token
         broken[:, 0] = False
         # A node counts if it is valid and nothing is broken on the way down to it. The root is no guess.
@@ -175,20 +132,13 @@ class _Draft:
         self.usable[:, 0] = False
 
     def rest(self, weights: Tensor, node: Node, scale: Tensor) -> Tensor:
-        """max(scale * weights - q of the node, 0): weights [R, V], scale [R] -> a new [R, V]."""
-        weights = weights * scale.unsqueeze(1)
+        """max(scale * weights - q of the node, 0): weights [R, V], scale [R] -> a new [R, V]; of a slice of nodes
+        [R, M, V], scale [R, M]."""
+        weights = weights * scale.unsqueeze(-1)
         if self.q is None:  # q is 1 at the token and 0 elsewhere, and no weight is above 1
-            return weights.scatter_(1, _at(self.tokens, node).unsqueeze(1), 0.0)
-        return weights.sub_(_at(self.q, node - 1)).clamp_min_(0)
-
-    def ratio(self, node: Node, parent: Node) -> Tensor:
-        """The parent's residual over the node's q, both at the node's token [R]."""
-        raise NotImplementedError
-
-    def reject(self, node: Node, parent: Node, scale: Tensor, where: Tensor, *, weigh: bool) -> Tensor:
-        """Reject the node in the rows ``where`` [R] says: the parent's residual P becomes max(scale * P - q, 0),
-        normalised. Returns the sum before that [R]; with ``weigh=False`` nobody wants it, and it may be anything."""
-        raise NotImplementedError
+            return weights.scatter_(-1, _at(self.tokens, node).unsqueeze(-1), 0.0)
+        above = slice(node.start - 1, None) if isinstance(node, slice) else node - 1
+        return weights.sub_(_at(self.q, above)).clamp_min_(0)
 
     def last(self, node: Tensor) -> Tensor:
         """The residual of the last accepted node [R], as weights [R, V].
@@ -200,27 +150,25 @@ class _Draft:
 
 class _Chains(_Draft):
     """A node of a chain has one child, so the only residual that is ever wanted is the one the last token is drawn
-    from: a rejection is noted, and the subtraction done once, at the end. Nodes are plain numbers, the same for all
-    rows, so that the distributions of a node are a view."""
+    from: the subtraction is done once, at the end. Nothing depends on a decision, so all nodes are worked out at once.
+    """
 
     def __init__(self, p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology) -> None:
         super().__init__(p, q, tokens, topology)
-        self.rejected = torch.zeros_like(self.usable)  # the node's child was rejected ...
-        self.scale = torch.ones_like(self.drawn)  # ... with this factor before p
+        self.scale = torch.ones_like(self.drawn)  # the factor before p in a node's residual
         above = p[:, :-1].gather(2, self.tokens[:, 1:].unsqueeze(2)).squeeze(2)  # [R, N]
         self.ratios = _quotient(above, self.drawn[:, 1:])
 
-    def ratio(self, node: Node, parent: Node) -> Tensor:
-        return _at(self.ratios, node - 1)
-
-    def reject(self, node: Node, parent: Node, scale: Tensor, where: Tensor, *, weigh: bool) -> Tensor:
-        _put(self.scale, parent, torch.where(where, scale, _at(self.scale, parent)))
-        _put(self.rejected, parent, where | _at(self.rejected, parent))
-        if not weigh:
-            return scale
+    def masses(self) -> Tensor:
+        """What the residuals of nodes 1 .. N-1 sum up to, if their children are rejected [R, N-1]."""
+        p, scale = self.p[:, 1:-1], self.scale[:, 1:-1]
         if self.q is None:  # all but the token itself stays
-            return scale * (1 - self.ratio(node, parent)).clamp_min(0)
-        return self.rest(_at(self.p, parent), node, scale).sum(-1)
+            return scale * (1 - self.ratios[:, 1:]).clamp_min(0)
+        if p.is_cuda or p.numel() <= _SMALL:
+            return self.rest(p, slice(2, None), scale).sum(-1)
+        # On a CPU, a piece that stays in its cache at a time.
+        parts = [self.rest(p[:, i], i + 2, scale[:, i]).sum(-1) for i in range(p.shape[1])]
+        return torch.stack(parts, 1)
 
     def last(self, node: Tensor) -> Tensor:
         weights = _at(self.p, node)
@@ -228,7 +176,8 @@ class _Chains(_Draft):
             return weights
         child = (node + 1).clamp_max(self.p.shape[1] - 1)
         rest = self.rest(weights, child, _at(self.scale, node))
-        some = _at(self.rejected, node) & (rest.sum(-1) > 0)
+        # A usable child that was not accepted was rejected.
+        some = (child > node) & _at(self.usable, child) & (rest.sum(-1) > 0)
         return torch.where(some.unsqueeze(1), rest, weights)
 
 
@@ -242,9 +191,12 @@ class _Trees(_Draft):
         self.rows = torch.arange(len(p), device=p.device)
 
     def ratio(self, node: Node, parent: Node) -> Tensor:
+        """The parent's residual over the node's q, both at the node's token [R]."""
         return _quotient(self.left[self.rows, parent, _at(self.tokens, node)], _at(self.drawn, node))
 
-    def reject(self, node: Node, parent: Node, scale: Tensor, where: Tensor, *, weigh: bool) -> Tensor:
+    def reject(self, node: Node, parent: Node, scale: Tensor, where: Tensor) -> Tensor:
+        """Reject the node in the rows ``where`` [R] says: the parent's residual P becomes max(scale * P - q, 0),
+        normalised. Returns the sum before that [R]."""
         before = _at(self.left, parent)
         rest = self.rest(before, node, scale)
         mass = rest.sum(-1)
@@ -255,11 +207,6 @@ class _Trees(_Draft):
     def last(self, node: Tensor) -> Tensor:
         rest = _at(self.left, node)
         return torch.where(rest.sum(-1, keepdim=True) > 0, rest, _at(self.p, node))
-
-
-def _begin(p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds: Sequence[Draw]) -> _Draft:
-    kind: type[_Draft] = _Chains if topology.is_chain else _Trees
-    return kind(p, effective_q(q, tokens, topology, draw_kinds), tokens, topology)
 
 
 def _verdicts(state: _Draft, last: Tensor, topology: Topology, chance: Chance) -> Verdicts:
@@ -279,22 +226,68 @@ def _path(last: Tensor, topology: Topology) -> tuple[Tensor, Tensor]:
     return path, on_it.sum(1)
 
 
+def chain_rules(
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    topology: Topology,
+    draw_kinds: Sequence[Draw],
+    chance: Chance,
+    block: Tensor | bool,
+) -> Verdicts:
+    """The token and the block rule on chains, all nodes at once. block [R] bool: which rows take the block rule.
+
+    Token: accept a node with min(1, p / q), up to the first that is not. Block: r[node] = min(1, r[parent] p / q) is
+    the probability that the target's text goes through the node, as far as is known; a node is accepted with r if
+    nothing stands below it, and otherwise with S / (S + 1 - r), S the mass of max(r p - q, 0) below it; the last
+    accepted one counts. Arguments as for ``token_rule``.
+    """
+    state = _Chains(p, effective_q(q, tokens, topology, draw_kinds), tokens, topology)
+    usable, count = state.usable[:, 1:], topology.width - 1
+    if not count:
+        return _verdicts(state, torch.zeros_like(tokens[:, 0]), topology, chance)
+    chances = state.ratios.clamp_max(1)
+    if block is not False:
+        r = [p.new_ones(len(p))]
+        for i in range(count):
+            r.append((r[-1] * state.ratios[:, i]).clamp_max(1))
+        through = torch.stack(r, 1)  # [R, N+1]
+        state.scale = through if block is True else torch.where(block.unsqueeze(1), through, state.scale)
+        reach = state.scale[:, 1:]
+        mass = state.masses()
+        lost = mass + (1 - reach[:, :-1])
+        saved = torch.where(lost > 0, mass / lost, 1.0)
+        reach = torch.cat([torch.where(usable[:, 1:], saved, reach[:, :-1]), reach[:, -1:]], 1)
+        chances = reach if block is True else torch.where(block.unsqueeze(1), reach, chances)
+    node = torch.arange(1, count + 1, device=p.device).expand(len(p), -1)
+    yes = chance.accept(node, torch.where(usable, chances, 0.0)) & usable
+    leading = yes.to(torch.int64).cumprod(1).sum(1) if block is not True else None
+    furthest = torch.where(yes, node, 0).amax(1) if block is not False else None
+    if leading is None or furthest is None:
+        last = furthest if leading is None else leading
+    else:
+        last = torch.where(torch.as_tensor(block), furthest, leading)
+    assert last is not None
+    return _verdicts(state, last, topology, chance)
+
+
 def token_rule(
     p: Tensor, q: Tensor | None, tokens: Tensor, topology: Topology, draw_kinds: Sequence[Draw], chance: Chance
 ) -> Verdicts:
     """Accept a child of the current node with min(1, residual / q) and go on below it, or reject it and go on with
     the residual it leaves. p [R, N+1, V]; q [R, N, V] (row i belongs to node i+1) or None; tokens [R, N+1], column 0
     the root."""
-    state = _begin(p, q, tokens, topology, draw_kinds)
+    if topology.is_chain:
+        return chain_rules(p, q, tokens, topology, draw_kinds, chance, block=False)
+    state = _Trees(p, effective_q(q, tokens, topology, draw_kinds), tokens, topology)
     current = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     one = p.new_ones(len(p))
     for i in range(1, topology.width):
         node = torch.full_like(current, i)
-        parent: Node = i - 1 if topology.is_chain else current
         asked = state.usable[:, i] & (topology.parent[:, i] == current)
-        chances = torch.where(asked, state.ratio(i, parent).clamp_max(1), 0.0)
+        chances = torch.where(asked, state.ratio(i, current).clamp_max(1), 0.0)
         yes = chance.accept(node, chances) & asked
-        state.reject(i, parent, one, asked & ~yes, weigh=False)
+        state.reject(i, current, one, asked & ~yes)
         current = torch.where(yes, node, current)
     return _verdicts(state, current, topology, chance)
 
@@ -311,40 +304,28 @@ def block_rule(
     S + 1 - r that were not accepted: r[parent] becomes S / (S + 1 - r), and its P what S sums up. Arguments as for
     ``token_rule``.
     """
-    state = _begin(p, q, tokens, topology, draw_kinds)
+    if topology.is_chain:
+        return chain_rules(p, q, tokens, topology, draw_kinds, chance, block=True)
+    state = _Trees(p, effective_q(q, tokens, topology, draw_kinds), tokens, topology)
     last = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     done = torch.zeros_like(last, dtype=torch.bool)
     r = p.new_ones(len(p), topology.width)
-    for node, parent, entering, leaving in _walk(topology):
+    for event in topology.events.unbind(1):  # depth-first: enter node i, leave node -i
+        node, entering, leaving = event.abs(), event > 0, event < 0
+        parent = _at(topology.parent, node)
         above = _at(r, parent)
-        if entering is not None:
-            below = (above * state.ratio(node, parent)).clamp_max(1)
-            _put(r, node, torch.where(entering, below, _at(r, node)))
-        if leaving is not None:
-            asked = leaving & _at(state.usable, node) & ~done
-            place = torch.where(leaving, node, 0)
-            yes = chance.accept(place, torch.where(asked, _at(r, node), 0.0)) & asked
-            done = done | yes
-            last = torch.where(yes, place, last)
-            no = asked & ~yes
-            mass = state.reject(node, parent, above, no, weigh=True)
-            lost = mass + (1 - above)
-            _put(r, parent, torch.where(no, torch.where(lost > 0, mass / lost, 1.0), above))
+        below = (above * state.ratio(node, parent)).clamp_max(1)
+        _put(r, node, torch.where(entering, below, _at(r, node)))
+        asked = leaving & _at(state.usable, node) & ~done
+        place = torch.where(leaving, node, 0)
+        yes = chance.accept(place, torch.where(asked, _at(r, node), 0.0)) & asked
+        done = done | yes
+        last = torch.where(yes, place, last)
+        no = asked & ~yes
+        mass = state.reject(node, parent, above, no)
+        lost = mass + (1 - above)
+        _put(r, parent, torch.where(no, torch.where(lost > 0, mass / lost, 1.0), above))
     return _verdicts(state, last, topology, chance)
-
-
-def _walk(topology: Topology) -> Iterator[tuple[Node, Node, Tensor | None, Tensor | None]]:
-    """Depth-first: (node, parent, rows that enter the node, rows that leave it); None if no row can."""
-    if topology.is_chain:
-        everywhere = torch.ones_like(topology.valid[:, 0])  # also in rows that are shorter: they have no use for it
-        for i in range(1, topology.width):
-            yield i, i - 1, everywhere, None
-        for i in range(topology.width - 1, 0, -1):
-            yield i, i - 1, None, everywhere
-        return
-    for event in topology.events.unbind(1):
-        node = event.abs()
-        yield node, _at(topology.parent, node), event > 0, event < 0
 
 
 def coupled_rule(target_tokens: Tensor, tokens: Tensor, topology: Topology) -> Verdicts:
@@ -353,6 +334,9 @@ def coupled_rule(target_tokens: Tensor, tokens: Tensor, topology: Topology) -> V
     target_tokens [R, N+1]: the token the target puts after each node, -1 where its distribution is broken;
     tokens [R, N+1], column 0 the root.
     """
+    if topology.width == 1:
+        none = torch.zeros_like(tokens)
+        return Verdicts(none, none[:, 0], target_tokens[:, 0], target_tokens[:, 0] >= 0)
     agrees = topology.valid & (tokens == target_tokens.gather(1, topology.parent))
     agrees[:, 0] = True
     if not topology.is_chain:

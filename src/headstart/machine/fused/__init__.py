@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...maths.inner import PLAIN, Inner
 from ..runner import EagerRunner
 from .lower import why_not
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from .model import FusedModel
 
-__all__ = ["available", "fuse", "open_runner", "why_not"]
+__all__ = ["available", "fuse", "inner_loops", "open_runner", "why_not"]
 
 
 def available() -> str | None:
@@ -46,6 +47,15 @@ def fuse(model: PreTrainedModel, *, rows: int, capacity: int, draft: bool = Fals
 
     weights = lower(model)
     return FusedModel(weights, weights.buffers(rows, capacity), draft=draft)
+
+
+def inner_loops(device: torch.device) -> Inner:
+    """The fastest loops over the vocabulary for tensors on this device."""
+    if device.type != "cuda" or available() is not None:
+        return PLAIN
+    from .sampling import INNER
+
+    return INNER
 
 
 def open_runner(

@@ -312,7 +312,8 @@ def attend(
         )  # fmt: skip
     else:
         bits, depths = tree if tree is not None else (lengths, lengths)
-        tile = min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
+        # Few tokens: one size for all, so that a token's sums are the same alone and among others.
+        tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
         _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
             query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, window or 0,
             scale * _LOG2E, BQ=tile, TREE=tree is not None, **cut, **common,

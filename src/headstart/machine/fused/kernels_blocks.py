@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Triton's language only looks like Python; mypy cannot read kernel bodies.
-"""Building blocks of the skinny products: what every kernel of ``kernels_matmul`` does in the same way.
+"""Building blocks of the skinny products: what every kernel of ``kernels_matmul`` and ``kernels_stream`` does alike.
 
 Knows: how a tile of weights is streamed and multiplied, what may be done before the kernel in front has ended, and
 how an RMS norm's scale is put together. Does not know: what is done with the sums.
@@ -11,34 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["askers", "done", "early", "inverse_rms", "pair", "product", "square_parts", "wait"]
-
-
-@triton.jit
-def _ask(w, row, K: tl.constexpr, HB: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
-    """Ask the first BYTES of the program's HB weight rows into L2. row [32 * WARPS]: each thread's, see ``askers``.
-
-    One thread a row does it: the instruction is uniform, so the threads of a warp would take turns anyway.
-    """
-    mine = (tl.arange(0, 32 * WARPS) % (32 * WARPS // HB) == 0).to(tl.int32)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [
-            (w + row.to(tl.int64) * K).to(tl.int64, bitcast=True),
-            tl.full([32 * WARPS], BYTES, tl.int32),
-            mine,
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def askers(HB: tl.constexpr, WARPS: tl.constexpr):
-    """[32 * WARPS] which of the HB rows each thread asks for."""
-    return tl.arange(0, 32 * WARPS) // (32 * WARPS // HB)
+__all__ = [
+    "done", "early", "inputs", "inverse_rms", "multiply", "pair", "product", "square_parts", "wait", "weights",
+]  # fmt: skip
 
 
 @triton.jit
@@ -50,7 +25,7 @@ def _channels(k, BK: tl.constexpr, KS: tl.constexpr):
 
 
 @triton.jit
-def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+def weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
     """W[row, k : k + BK] as [KS, HB, BK / KS], or [HB, BK] if there are no slices."""
     if KS <= 1:
         at = (k + tl.arange(0, BK))[None, :]
@@ -66,7 +41,7 @@ def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+def inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
     """x[m, k : k + BK] turned, [KS, BK / KS, BM] or [BK, BM]; for one row (KS 0) as it is. Rows past M are zero."""
     if KS <= 1:
         at = (k + tl.arange(0, BK))[None, :]
@@ -86,12 +61,12 @@ def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(weights, inputs, acc, KS: tl.constexpr):
+def multiply(tile, xt, acc, KS: tl.constexpr):
     """acc + weights x inputs: with KS warps each on its own channels, or (KS 0, one row) without tensor cores."""
     if KS == 0:
-        acc += tl.sum(weights.to(tl.float32) * inputs.to(tl.float32), axis=1)[:, None]
+        acc += tl.sum(tile.to(tl.float32) * xt.to(tl.float32), axis=1)[:, None]
     else:
-        acc = tl.dot(weights, inputs, acc, input_precision="ieee")
+        acc = tl.dot(tile, xt, acc, input_precision="ieee")
     return acc
 
 
@@ -117,49 +92,31 @@ def done(PDL: tl.constexpr):
 
 
 @triton.jit
-def early(
-    w, row_a, row_b, ask_a, ask_b, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, KS: tl.constexpr,
-    PAIR: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """What can be done before the wait: short weight rows are loaded whole, of long ones the beginnings asked for."""
-    if BK >= K:
-        wa = _weights(w, row_a, 0, K, BK, KS)
-        if PAIR:
-            wb = _weights(w, row_b, 0, K, BK, KS)
-        else:
-            wb = wa
+def early(w, row_a, row_b, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, PAIR: tl.constexpr):
+    """Before the wait: short weight rows are loaded whole."""
+    wa = weights(w, row_a, 0, K, BK, KS)
+    if PAIR:
+        wb = weights(w, row_b, 0, K, BK, KS)
     else:
-        if ASK > 0:
-            _ask(w, ask_a, K, HB, ASK, WARPS)
-            if PAIR:
-                _ask(w, ask_b, K, HB, ASK, WARPS)
-        wa = 0
-        wb = 0
+        wb = wa
     return wa, wb
 
 
 @triton.jit
 def product(
-    x, w, wa, wb, row_a, row_b, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr,
-    KS: tl.constexpr, PAIR: tl.constexpr,
+    x, wa, wb, m, M, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Sums [HB, BM] of rows row_a and, for pairs, of row_b. wa and wb are what ``early`` loaded."""
+    """Sums [HB, BM] of the rows that ``early`` loaded, and of their partners."""
     if KS > 1:
         acc_a = tl.zeros([KS, HB, BM], tl.float32)
     else:
         acc_a = tl.zeros([HB, BM], tl.float32)
     acc_b = acc_a
-    if BK >= K:
-        xt = _inputs(x, m, M, 0, K, BK, KS)
-        acc_a = _multiply(wa, xt, acc_a, KS)
-        if PAIR:
-            acc_b = _multiply(wb, xt, acc_b, KS)
-    else:
-        for k in tl.range(0, K, BK):
-            xt = _inputs(x, m, M, k, K, BK, KS)
-            acc_a = _multiply(_weights(w, row_a, k, K, BK, KS), xt, acc_a, KS)
-            if PAIR:
-                acc_b = _multiply(_weights(w, row_b, k, K, BK, KS), xt, acc_b, KS)
+    xt = inputs(x, m, M, 0, K, BK, KS)
+    acc_a = multiply(wa, xt, acc_a, KS)
+    if PAIR:
+        acc_b = multiply(wb, xt, acc_b, KS)
     if KS > 1:
         acc_a = tl.sum(acc_a, axis=0)
         if PAIR:

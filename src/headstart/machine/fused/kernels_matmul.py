@@ -2,32 +2,36 @@
 # Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Skinny matrix products: a few token rows against a big weight matrix, with what stands before and after built in.
 
-Knows: how to stream a weight matrix once at memory speed for 1 to 32 rows. Does not know: what a model is.
+Knows: what 1 to 32 rows times a matrix is joined with, and the kernels for small matrices, where latency is all.
+Does not know: what a model is. Matrices with long rows go to ``kernels_stream``.
 
     x [M, K] activations, W [N, K] weights, out = x W^T. A program takes ``HB`` rows of W (or twice ``HB``: pairs),
-    walks over K, and keeps [HB, BM] sums in float32, M padded to BM. Its KS warps take different channels, so that
+    whole (BK >= K), and makes [HB, BM] sums in float32, M padded to BM. Its KS warps take different channels, so that
     each has a short chain of tensor core products; their sums are added at the end. Which sums are added in which
-    order does not depend on M. KS = 0 is for one row only: plain multiply-adds, the least latency for small matrices.
+    order does not depend on M. KS = 0 is for one row only: plain multiply-adds, the least latency of all.
 
 Norms are not computed where they are needed but where their input is made. The kernel that writes the residual x
 also writes x * g (g: the next norm's weight) and each program's part of sum(x^2). The reader multiplies by W and
 scales its sums by 1 / rms at the end. So an RMS norm costs no pass and no launch.
 
-Overlap (Hopper's programmatic dependent launch): each kernel lets the next one start at once; that one asks its first
-weights into L2 and then waits for its input. The gap between two kernels is filled with the second one's weight reads.
+Overlap (Hopper's programmatic dependent launch): each kernel lets the next one start early; that one loads its weights
+and then waits for its input. The gap between two kernels is filled with the second one's weight reads.
 Before ``gdc_wait`` only weights may be touched, and with PDL 2 what was written two kernels back: then each kernel lets
 the next one start after its own wait, when the one before it has ended.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import askers, done, early, inverse_rms, pair, product, square_parts, wait
-from .plan import Tile, power_of_two
+from . import kernels_stream as stream
+from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, wait
+from .plan import PROGRAMS, Tile, power_of_two
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
 
@@ -36,18 +40,17 @@ __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinn
 def _matmul_kernel(
     x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
-    ask = tl.minimum(first + askers(HB, WARPS), N - 1)
     m = tl.arange(0, BM)
-    wa, wb = early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
+    wa, wb = early(w, row, row, K, BK, KS, False)
     wait(PDL)
     if NORM:
         parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    acc, _ = product(x, wa, wb, m, M, K, BK, HB, BM, KS, False)
     done(PDL)
     if NORM:
         acc = acc * inverse_rms(parts, eps, K)
@@ -61,16 +64,14 @@ def _matmul_kernel(
 def _residual_kernel(
     x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-    ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
-    ask = tl.minimum(first + askers(HB, WARPS), N - 1)
     m = tl.arange(0, BM)
     mask = (n < N)[:, None] & (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
-    wa, wb = early(w, row, row, ask, ask, K, BK, HB, KS, False, ASK, WARPS)
+    wa, wb = early(w, row, row, K, BK, KS, False)
     g = tl.load(gain + row).to(tl.float32)[:, None]
     if PDL == 2:  # the residual was written two kernels back or earlier
         old = tl.load(residual + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -78,7 +79,7 @@ def _residual_kernel(
     else:
         wait(PDL)
         old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    acc, _ = product(x, w, wa, wb, row, row, m, M, K, BK, HB, BM, KS, False)
+    acc, _ = product(x, wa, wb, m, M, K, BK, HB, BM, KS, False)
     done(PDL)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
@@ -92,18 +93,16 @@ def _residual_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _swiglu_kernel(
     x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
-    WARPS: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, F - 1)
-    ask = tl.minimum(first + askers(HB, WARPS), F - 1)
     m = tl.arange(0, BM)
-    wa, wb = early(w, row, row + F, ask, ask + F, K, BK, HB, KS, True, ASK, WARPS)
+    wa, wb = early(w, row, row + F, K, BK, KS, True)
     wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    gate, up = product(x, w, wa, wb, row, row + F, m, M, K, BK, HB, BM, KS, True)
+    gate, up = product(x, wa, wb, m, M, K, BK, HB, BM, KS, True)
     done(PDL)
     scale = inverse_rms(parts, eps, K)
     gate = gate * scale
@@ -117,18 +116,17 @@ def _rotary_kernel(
     x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
     K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
-    BIAS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    BIAS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     head = tl.program_id(0) // (HALF // HB)
     first = (tl.program_id(0) % (HALF // HB)) * HB
     i = first + tl.arange(0, HB)
     ca, cb = pair(i, TURN, HALF)
-    ask_a, ask_b = pair(first + askers(HB, WARPS), TURN, HALF)
     ra, rb = head * D + ca, head * D + cb
     m = tl.arange(0, BM)
     live = m < M
-    wa, wb = early(w, ra, rb, head * D + ask_a, head * D + ask_b, K, BK, HB, KS, True, ASK, WARPS)
+    wa, wb = early(w, ra, rb, K, BK, KS, True)
     if PDL != 2:
         wait(PDL)
     length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
@@ -144,7 +142,7 @@ def _rotary_kernel(
     if PDL == 2:  # lengths and depths were written two kernels back or earlier
         wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    a, b = product(x, w, wa, wb, ra, rb, m, M, K, BK, HB, BM, KS, True)
+    a, b = product(x, wa, wb, m, M, K, BK, HB, BM, KS, True)
     done(PDL)
     scale = inverse_rms(parts, eps, K)
     a, b = a * scale, b * scale
@@ -177,21 +175,22 @@ def skinny_rows(rows: int) -> int:
     return 0 if rows > 32 else 16 if rows <= 16 else 32
 
 
-def _options(t: Tile, inputs: int, weights: Tensor, rows: int, pdl: int) -> dict[str, object]:
-    bytes_a_row = min(t.prefetch, inputs * weights.element_size())
+def _launch(
+    kernels: tuple[Any, Any], tiles: int, t: Tile, x: Tensor, pdl: int, *, pair: bool = False
+) -> tuple[Any, dict[str, object]]:
+    """Which of (for short rows, for long rows) takes the matrix, on its grid; and its options."""
+    rows, inputs = x.shape
     assert t.slices or rows == 1
-    options = {
-        "BK": t.depth,
-        "HB": t.rows,
-        "BM": skinny_rows(rows) if t.slices else 1,
-        "KS": t.slices,
-        "PDL": pdl,
-        "ASK": bytes_a_row // 16 * 16,
-        "WARPS": t.warps,
-        "num_warps": t.warps,
-        "num_stages": t.stages,
-    }
-    return options | {"launch_pdl": True} if pdl else options
+    options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "PDL": pdl}
+    options |= {"num_warps": t.warps, "num_stages": t.stages} | ({"launch_pdl": True} if pdl else {})
+    if t.depth >= inputs:
+        return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else 1}
+    per = triton.cdiv(tiles, PROGRAMS)
+    ask = min(t.prefetch // (2 * t.rows if pair else t.rows), inputs * x.element_size()) // 16 * 16
+    options |= {"PER": per, "ASK": ask, "WARPS": t.warps}
+    # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
+    padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
+    return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded}
 
 
 def _parts(squares: Tensor | None) -> dict[str, int]:
@@ -204,9 +203,10 @@ def matmul(
 ) -> None:
     """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
     rows, inputs = x.shape
-    _matmul_kernel[(triton.cdiv(w.shape[0], t.rows),)](
+    kernel, options = _launch((_matmul_kernel, stream.matmul_kernel), triton.cdiv(w.shape[0], t.rows), t, x, pdl)
+    kernel(
         x, w, x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0], K=inputs,
-        NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **_options(t, inputs, w, rows, pdl),
+        NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **options,
     )  # fmt: skip
 
 
@@ -222,13 +222,14 @@ def matmul_residual(
     squares: Tensor,
     pdl: int,
 ) -> None:
-    """residual [M, N] += x W^T + bias; scaled = residual * gain; squares [M, programs] = parts of sum(residual^2)."""
+    """residual [M, N] += x W^T + bias; scaled = residual * gain; squares [M, tiles] = parts of sum(residual^2)."""
     rows, inputs = x.shape
-    programs = triton.cdiv(w.shape[0], t.rows)
-    assert squares.shape[1] == programs
-    _residual_kernel[(programs,)](
-        x, w, x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs,
-        PARTS=programs, BIAS=bias is not None, **_options(t, inputs, w, rows, pdl),
+    tiles = triton.cdiv(w.shape[0], t.rows)
+    assert squares.shape[1] == tiles
+    kernel, options = _launch((_residual_kernel, stream.residual_kernel), tiles, t, x, pdl)
+    kernel(
+        x, w, x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs, PARTS=tiles,
+        BIAS=bias is not None, **options,
     )  # fmt: skip
 
 
@@ -236,9 +237,9 @@ def matmul_swiglu(x: Tensor, w: Tensor, out: Tensor, t: Tile, *, squares: Tensor
     """out [M, F] = silu(gate) * up, with [gate; up] = norm(x) W^T and W [2F, K]."""
     rows, inputs = x.shape
     ffn = w.shape[0] // 2
-    _swiglu_kernel[(triton.cdiv(ffn, t.rows),)](
-        x, w, squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **_options(t, inputs, w, rows, pdl)
-    )
+    tiles = triton.cdiv(ffn, t.rows)
+    kernel, options = _launch((_swiglu_kernel, stream.swiglu_kernel), tiles, t, x, pdl, pair=True)
+    kernel(x, w, squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
 
 
 def matmul_rotary(
@@ -265,11 +266,12 @@ def matmul_rotary(
     keys, values = cache
     heads, kv, capacity, d = query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
     assert (d // 2) % t.rows == 0
-    _rotary_kernel[((heads + 2 * kv) * (d // 2) // t.rows,)](
+    tiles = (heads + 2 * kv) * (d // 2) // t.rows
+    kernel, options = _launch((_rotary_kernel, stream.rotary_kernel), tiles, t, x, pdl, pair=True)
+    kernel(
         x, w, x if bias is None else bias, squares, query, keys, values, rotary[0], rotary[1], lengths,
         lengths if depths is None else depths, rows, width, capacity, eps, K=inputs, HEADS=heads, KV=kv, D=d,
-        TURN=rotary[2], BIAS=bias is not None, TREE=depths is not None, **_parts(squares),
-        **_options(t, inputs, w, rows, pdl),
+        TURN=rotary[2], BIAS=bias is not None, TREE=depths is not None, **_parts(squares), **options,
     )  # fmt: skip
 
 

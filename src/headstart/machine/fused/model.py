@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels_attention import attend
+from .kernels_draft import attend_alone, join_residual
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
 from .kernels_pointwise import embed, norm, rotate, swiglu
 from .lower import Layer, Weights
-from .plan import Tile, attention_tile, tile
+from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
 
@@ -89,6 +90,7 @@ class FusedModel:
         # When the next kernel may start, see ``kernels_blocks.wait``. Measured on an H200: an early start halves a
         # 135M step and makes an 8B step a tenth slower, so there it comes late.
         self.overlap = 0 if not supports_overlap(w.device) else 2 if draft else 3
+        self._draft = draft
         self._tiles = {alone: self._plan(alone and draft) for alone in (False, True)}
 
     def _plan(self, alone: bool) -> dict[str, Tile]:
@@ -150,14 +152,22 @@ class FusedModel:
             self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down")
         )
         gains = [layer.input_norm for layer in w.layers[1:]] + [w.norm]
+        parts = self._alone_buffers(step)
         embed(tokens, w.embedding, w.layers[0].input_norm, x, scaled, squares, pdl=pdl)
         for i, layer in enumerate(w.layers):
             cache = self._cache_of(i, step)
             self._queries(scaled, squares, layer, query, cache, step)
-            self._attend(query, cache, attended, layer, step, pdl)
-            matmul_residual(
-                flat, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias, squares=after_o, pdl=pdl
-            )
+            if parts is not None and layer.window is None:
+                attend_alone(query, cache, parts, step.lengths, scale=w.head_dim**-0.5, chunk=ALONE_CHUNK, pdl=pdl)
+                join_residual(
+                    parts, step.lengths, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias,
+                    squares=after_o, chunk=ALONE_CHUNK, pdl=pdl,
+                )  # fmt: skip
+            else:
+                self._attend(query, cache, attended, layer, step, pdl)
+                matmul_residual(
+                    flat, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias, squares=after_o, pdl=pdl
+                )
             matmul_swiglu(scaled, layer.gate_up, hidden, tiles["gate_up"], squares=after_o, eps=w.eps, pdl=pdl)
             matmul_residual(
                 hidden, layer.down, x, gains[i], scaled, tiles["down"], bias=None, squares=after_down, pdl=pdl
@@ -249,6 +259,16 @@ class FusedModel:
         w = self.weights
         part = self._new(tokens, w.heads, splits, w.head_dim, dtype=torch.float32)
         return part, self._new(tokens, w.heads, splits, 2, dtype=torch.float32)
+
+    def _alone_buffers(self, step: _Step) -> tuple[Tensor, Tensor] | None:
+        """Where a draft's attention for a single token is made, or None if it is made as any other."""
+        w, splits = self.weights, -(-step.bound // ALONE_CHUNK)
+        if not (self._draft and step.count == 1 and splits <= ALONE_SPLITS and self._tiles[True]["o"].slices == 0):
+            return None
+        return (
+            self._new(w.heads, splits, w.head_dim, dtype=torch.float32),
+            self._new(w.heads, splits, 2, dtype=torch.float32),
+        )
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, device=self.weights.device, dtype=dtype or self.weights.dtype)

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["AttentionTile", "Tile", "attention_tile", "power_of_two", "tile"]
+__all__ = ["ALONE_CHUNK", "ALONE_SPLITS", "PROGRAMS", "AttentionTile", "Tile", "attention_tile", "power_of_two", "tile"]
+
+
+PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
+
+ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
+ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
 
 
 def power_of_two(n: int) -> int:
@@ -24,12 +30,12 @@ def power_of_two(n: int) -> int:
 class Tile:
     """How one skinny matrix product is cut up."""
 
-    rows: int  # weight rows a program takes (twice, for kernels that take pairs)
+    rows: int  # weight rows a program takes at a time (twice, for kernels that take pairs)
     depth: int  # input channels a loop step takes; at least K: the whole row is loaded before the wait
     slices: int  # warps that share the channels of a loop step; 0: plain multiply-adds, for one token only
     warps: int
     stages: int
-    prefetch: int  # bytes of each weight row asked into L2 while the kernel before is still running
+    prefetch: int  # bytes of weights a program asks into L2 while the kernel before is still running
 
 
 def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, alone: bool = False) -> Tile:
@@ -45,17 +51,24 @@ def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, alone:
         if outputs * inputs > 1 << 23:
             return Tile(rows=8, depth=depth, slices=0, warps=2, stages=1, prefetch=0)
         if pair and outputs >= 2048:
-            return Tile(rows=8, depth=depth, slices=0, warps=2, stages=1, prefetch=0)
+            return Tile(rows=4, depth=depth, slices=0, warps=2, stages=1, prefetch=0)
         return Tile(rows=4, depth=depth, slices=0, warps=4 if inputs < 1024 and not pair else 1, stages=1, prefetch=0)
     if inputs <= 1024 and outputs * inputs <= 1 << 22:
         return Tile(rows=16, depth=power_of_two(inputs), slices=4, warps=4, stages=1, prefetch=0)
-    if pair:
-        if pair % 64 == 0:
-            return Tile(rows=64, depth=128, slices=1, warps=4, stages=4, prefetch=0)
-        return Tile(rows=16, depth=512, slices=4, warps=4, stages=3, prefetch=0)
-    if outputs < 8192:
-        return Tile(rows=16, depth=256, slices=4, warps=4, stages=6, prefetch=0)
-    return Tile(rows=64, depth=64, slices=1, warps=4, stages=8, prefetch=0)
+    rows = _balanced(outputs // 2 if pair else outputs, 16 if pair else 32)
+    while pair and pair % rows:
+        rows //= 2
+    return Tile(rows=rows, depth=512, slices=4, warps=4, stages=4, prefetch=32768)
+
+
+def _balanced(outputs: int, most: int) -> int:
+    """The rows of a tile, ``most`` or half of that: whichever keeps more programs busy, the larger if it is close."""
+
+    def busy(rows: int) -> float:
+        tiles = -(-outputs // rows)
+        return tiles / (-(-tiles // PROGRAMS) * PROGRAMS)
+
+    return most if busy(most) > 0.9 * busy(most // 2) else most // 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class AttentionTile:
     keys: int  # of these at a time
     warps: int
     stages: int
-    queries: int  # fewest queries (tokens x heads of a group) in a tile
+    queries: int  # queries (tokens x heads of a group) in a tile, for steps of up to 32 tokens
     one: int  # for a draft's steps of one token a row: keys at a time in the kernel made for them; 0: as any other step
 
 
@@ -74,7 +87,8 @@ def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) ->
     """The tile for heads of this width. ``draft``: latency is all, and one token's sums need not be a wider step's."""
     chunk = 1024 if head_dim <= 64 else 512
     if dtype == torch.float32:
-        return AttentionTile(chunk, keys=32, warps=4, stages=2, queries=64, one=32 if draft else 0)
+        queries = 64 if head_dim <= 128 else 32
+        return AttentionTile(chunk, keys=32, warps=4, stages=2, queries=queries, one=32 if draft else 0)
     if draft:
         return AttentionTile(chunk, keys=64, warps=8, stages=2, queries=16, one=256 if head_dim <= 64 else 128)
-    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=64, one=0)
+    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=16, one=0)

@@ -5,7 +5,9 @@ Knows: how to hand the slab's buffers to the fused kernels. Does not know: kerne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ _CHUNK = 512  # bounds are rounded up to this, so that few different launches oc
 class FusedRunner(EagerRunner):
     """A ``ModelRunner`` on fused kernels. Hidden states are not kept, so a watched model runs on its own modules."""
 
+    # Up to 512 and 1,024 keys attention is one kernel a layer; beyond, a bound only says how many programs there are.
+    BOUNDS = (512, 1024, 16384, 131072)
     fused: FusedModel | None = None  # until the slab is there
 
     def __init__(
@@ -66,7 +70,25 @@ class FusedRunner(EagerRunner):
         )
 
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
-        """See ``engine.captured.DeviceRunner``."""
-        assert self.fused is not None
+        """See ``EagerRunner.device_forward``; here only live keys are read, whatever the bound."""
+        if self.fused is None or self._watch is not None:
+            return super().device_forward(tokens, lengths, keep, bound)
         # A column of a wider tensor looks like one row after another to a kernel only once it is copied.
         return self.fused.forward(tokens.contiguous(), lengths, None, keep, bound=bound)
+
+    @contextmanager
+    def brief(self) -> Iterator[None]:
+        """Run a few layers only, which warms every kernel up in a fraction of the time."""
+        if self.fused is None:
+            yield
+            return
+        whole = self.fused.weights
+        layers = list(whole.layers[:2])  # the first one meets sums of another shape than the others
+        for layer in whole.layers:
+            if all(layer.window != other.window for other in layers):
+                layers.append(layer)
+        self.fused.weights = replace(whole, layers=tuple(layers))
+        try:
+            yield
+        finally:
+            self.fused.weights = whole

@@ -1,0 +1,248 @@
+"""What recorded rounds know of their sequences: a table on the device, a line for each row of the slab.
+
+Knows: where each row's text ends, its seed, its rule and its settings, and how to bring all that level with the host.
+Does not know: what a round does with it.
+
+A recording serves a fixed number of rows (a bucket). Rows past the running sequences are idle: they compute along,
+their writes land past their own live keys, and their lengths stand still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..machine.kvcache import Slab
+from ..maths import noise
+from ..maths.warp import History, Warp
+from ..types import SamplingParams
+from .sequence import Sequence
+
+__all__ = ["DeviceRows", "Kind", "idle_lengths", "kind_of"]
+
+# Which program the rows need. *greedy*: every row is greedy and nothing is done to its logits. *rejected*: every row is
+# rejection sampled, by the token or the block rule, with temperature, top-p and min-p. *coupled*: every row is sampled
+# by the coupled rule, or has no draft. *full*: everything there is, in any mixture.
+Kind = Literal["greedy", "rejected", "coupled", "full"]
+
+_NEVER = 1 << 40  # a draft limit that no draft reaches
+_OFF = 1 << 62  # a top_k that keeps everything
+
+
+def kind_of(params: Seq[SamplingParams], *, drafted: bool) -> Kind:
+    """The cheapest program that serves all these rows."""
+    if any(_needs_all(p) for p in params):
+        return "full"
+    kinds: set[Kind] = {"greedy" if p.greedy else "rejected" if drafted and _rejects(p) else "coupled" for p in params}
+    return kinds.pop() if len(kinds) == 1 else "full"
+
+
+def _rejects(p: SamplingParams) -> bool:
+    return not p.greedy and p.speculate and p.verification != "coupled"
+
+
+def _needs_all(p: SamplingParams) -> bool:
+    return (
+        p.logprobs is not None
+        or bool(p.logit_bias)
+        or p.min_tokens > 0
+        or (p.top_k > 0 and not p.greedy)
+        or _penalises(p)
+    )
+
+
+def _penalises(p: SamplingParams) -> bool:
+    return (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What the device holds: (sequence, committed tokens) of the running rows, and the lengths of the idle ones."""
+
+    running: tuple[tuple[str, int], ...]
+    idle: tuple[tuple[int, int], ...]  # keys of the target's row and of the draft's
+
+
+class DeviceRows:
+    """The table. Recordings read and write its tensors in place, so they are made once and never replaced."""
+
+    def __init__(self, rows: int, *, width: int, vocab_size: int, device: torch.device) -> None:
+        """``width``: V of the target's logits; ``vocab_size``: ids that may be drawn."""
+        self.device, self.vocab_size = device, vocab_size
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self.last = whole(rows, 2)  # the last two committed tokens
+        self.places = whole(3, rows)
+        # Live keys in the target's row (committed tokens less one), where the last two tokens go in the draft's row,
+        # and tokens of the answer so far: all three grow together.
+        self.lengths, self.draft_lengths, self.outputs = self.places.unbind(0)
+        self.advance = whole(rows)  # 1 for running rows, 0 for idle ones
+        self.seeds = whole(rows)
+        self.limits = whole(rows)  # how many drafted tokens the row takes
+        self.codes = whole(2, rows)  # is the row rejection sampled; by the block rule
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.top_k = whole(rows) + _OFF
+        self.least = whole(rows)  # min_tokens
+        # temperature, top_p, min_p, repetition, frequency, presence
+        self.real = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], device=device).repeat(rows, 1).T.contiguous()
+        self.bias = torch.zeros(rows, width, device=device)
+        self.endings = torch.zeros(rows, width, dtype=torch.bool, device=device)  # ids that min_tokens holds back
+        self.prompt = torch.zeros(rows, width, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(rows, width, device=device)
+        self._settings: tuple[object, ...] = ()
+        self._limits: tuple[int, ...] = ()
+        self._level: _Level | None = None
+        self._warps: dict[tuple[int, Kind, bool], Warp] = {}
+        self._odd: set[int] = set()  # rows whose wide settings were ever sent
+        self._ids = torch.arange(width, device=device)
+
+    # -- what a program reads
+
+    def warp(self, rows: int, kind: Kind, *, draft: bool) -> Warp:
+        """The settings of the first rows, read from the table whenever it is used. A draft ignores min_tokens.
+
+        Kept, because it is made on the host, which a recording must not wait for.
+        """
+        key = (rows, kind, draft)
+        if key not in self._warps:
+            self._warps[key] = self._warp(rows, kind, draft=draft)
+        return self._warps[key]
+
+    def _warp(self, rows: int, kind: Kind, *, draft: bool) -> Warp:
+        example = [SamplingParams(temperature=0.0 if kind == "greedy" else 1.0)] * rows
+        plain = Warp.of(example, vocab_size=self.vocab_size, eos=[()] * rows, device=self.device)
+        if kind == "greedy":
+            return plain
+        sampled = replace(
+            plain, cold=True, temperature=self.real[0, :rows], top_p=self.real[1, :rows], min_p=self.real[2, :rows]
+        )
+        if kind != "full":
+            return sampled
+        ids = self._ids.expand(rows, -1)
+        return replace(
+            sampled,
+            greedy=self.greedy[:rows],
+            any_greedy=True,
+            needs_history=True,
+            top_k=self.top_k[:rows],
+            most_k=self.vocab_size,
+            bias=(ids, self.bias[:rows]),
+            early_eos=None if draft else (self.least[:rows], ids, self.endings[:rows]),
+            repetition=self.real[3, :rows],
+            frequency=self.real[4, :rows],
+            presence=self.real[5, :rows],
+        )
+
+    def history(self, rows: int) -> History:
+        """The tokens that penalties count, kept up to date by the rounds themselves."""
+        return History(self.prompt[:rows], self.counts[:rows])
+
+    # -- bringing it level
+
+    def level(self, sequences: Seq[Sequence], idle: Seq[tuple[int, int]]) -> bool:
+        """Does the device hold just this?"""
+        return self._level == _level(sequences, idle)
+
+    def committed(self, sequences: Seq[Sequence]) -> None:
+        """The host has taken in what the device already knows."""
+        if self._level is not None:
+            self._level = replace(self._level, running=_level(sequences, ()).running)
+
+    def forget(self) -> None:
+        self._level, self._settings, self._limits = None, (), ()
+
+    def settle(self, sequences: Seq[Sequence], idle: Seq[tuple[int, int]], limits: Seq[int] | None = None) -> None:
+        """Send what differs.
+
+        idle: (target's keys, draft's keys) of the idle rows. limits: how much draft each
+        row takes in this round; None: all that is drafted, where the request allows it."""
+        settings = tuple((s.params, s.ending_ids) for s in sequences)
+        fresh = settings != self._settings
+        if fresh:
+            self._send_settings(sequences)
+            self._settings = settings
+        wanted = tuple(limits) if limits is not None else tuple(_NEVER if s.params.speculate else 0 for s in sequences)
+        if wanted != self._limits:
+            self.limits[: len(wanted)] = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+            self._limits = wanted
+        if not fresh and self.level(sequences, idle):
+            return
+        lines = [
+            [*s.tokens[-2:], len(s.tokens) - 1, len(s.tokens) - 2, 1, s.output_length, _seed(s)] for s in sequences
+        ]
+        lines += [[0, 0, target, draft, 0, 0, 0] for target, draft in idle]
+        table = torch.tensor(lines, dtype=torch.int64).T.contiguous().to(self.device, non_blocking=True)
+        rows = len(lines)
+        self.last[:rows] = table[:2].T
+        columns = (self.lengths, self.draft_lengths, self.advance, self.outputs, self.seeds)
+        for column, values in zip(columns, table[2:], strict=True):
+            column[:rows] = values
+        self._send_history(sequences)
+        self._level = _level(sequences, idle)
+
+    def _send_settings(self, sequences: Seq[Sequence]) -> None:
+        params, rows = [s.params for s in sequences], len(sequences)
+        real = [
+            [1.0 if p.greedy else max(p.temperature, 1e-30) for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [p.repetition_penalty for p in params],
+            [p.frequency_penalty for p in params],
+            [p.presence_penalty for p in params],
+        ]
+        rejects = [_rejects(p) for p in params]
+        whole = [
+            [p.top_k or _OFF for p in params],
+            [p.min_tokens for p in params],
+            [int(r) for r in rejects],
+            [int(r and p.verification == "block") for r, p in zip(rejects, params, strict=True)],
+            [int(p.greedy) for p in params],
+        ]
+        self.real[:, :rows] = torch.tensor(real).to(self.device)
+        table = torch.tensor(whole, dtype=torch.int64).to(self.device)
+        self.top_k[:rows], self.least[:rows] = table[0], table[1]
+        self.codes[:, :rows], self.greedy[:rows] = table[2:4], table[4].bool()
+        for row, s in enumerate(sequences):
+            if s.params.logit_bias or s.params.min_tokens or row in self._odd:
+                self._send_wide(row, s)
+
+    def _send_wide(self, row: int, s: Sequence) -> None:
+        """The bias and the held-back ids of one row, which are as wide as the vocabulary."""
+        pairs = {i: v for i, v in (s.params.logit_bias or {}).items() if i < self.vocab_size}
+        self.bias[row] = 0
+        self.endings[row] = False
+        if pairs:
+            self.bias[row, torch.tensor(list(pairs), device=self.device)] = torch.tensor(
+                list(pairs.values()), device=self.device
+            )
+        ends = [i for i in s.ending_ids if i < self.vocab_size]
+        if s.params.min_tokens and ends:
+            self.endings[row, torch.tensor(ends, device=self.device)] = True
+        self._odd.add(row)
+
+    def _send_history(self, sequences: Seq[Sequence]) -> None:
+        for row, s in enumerate(sequences):
+            if not _penalises(s.params):
+                continue
+            cut = s.prompt_length
+            found = History.of([s.tokens[:cut]], [s.tokens[cut:]], self.counts.shape[1], self.device)
+            self.prompt[row], self.counts[row] = found.prompt[0], found.counts[0]
+
+
+def _seed(s: Sequence) -> int:
+    return int(noise.seeds([s.seed], "cpu").item())
+
+
+def _level(sequences: Seq[Sequence], idle: Seq[tuple[int, int]]) -> _Level:
+    return _Level(tuple((s.id, len(s.tokens)) for s in sequences), tuple(idle))
+
+
+def idle_lengths(target: Slab, draft: Slab | None, first: int, stop: int) -> list[tuple[int, int]]:
+    """Where idle rows first .. stop - 1 may be written without harm: (in the target's slab, in the draft's)."""
+    return [(target.lengths[row], draft.lengths[row] if draft is not None else 0) for row in range(first, stop)]

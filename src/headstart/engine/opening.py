@@ -1,0 +1,62 @@
+"""Makes recorded rounds at load, where the device can have them, and shows how far it is.
+
+Knows: which models can be recorded, and how to say that it takes a moment. Does not know: what is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..config import DraftConfig
+from ..drafters.base import Drafter
+from ..drafters.model import ModelDrafter
+from ..machine.fused import inner_loops
+from ..machine.runner import EagerRunner
+from .captured import CapturedRounds, DeviceRunner, draft_lengths
+from .overlap import OverlappedRounds
+
+__all__ = ["open_captured"]
+
+log = logging.getLogger(__name__)
+
+
+def open_captured(
+    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int
+) -> CapturedRounds | None:
+    """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded."""
+    if runner.device.type != "cuda" or len(set((getattr(runner.model, "hf_device_map", None) or {}).values())) > 1:
+        return None
+    model = drafter if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner, DeviceRunner) else None
+    if isinstance(drafter, ModelDrafter) and model is None:
+        return None
+    lengths: tuple[int, ...] = (0,)
+    if drafter is not None:
+        # Hugging Face's modules take ten times as long to walk through as fused kernels.
+        runners = [runner, *([model.runner] if model is not None else [])]
+        slow = any(getattr(r, "fused", None) is None for r in runners)
+        lengths = draft_lengths(config.most, fixed=config.gamma != "auto", few=slow)
+    kind = OverlappedRounds if config.overlap and model is not None else CapturedRounds
+    rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner_loops(runner.device))
+    started = perf_counter()
+    try:
+        _warm_up(rounds)
+    except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
+        log.warning("rounds are played step by step: %s cannot be recorded (%s)", type(runner.model).__name__, error)
+        return None
+    log.info("recorded %d programs in %.1f s", rounds.recordings, perf_counter() - started)
+    return rounds
+
+
+def _warm_up(rounds: CapturedRounds) -> None:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        rounds.warm_up()
+        return
+    columns = (TextColumn("recording rounds"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("recording", total=None)
+        rounds.warm_up(lambda done, total: progress.update(task, completed=done, total=total))

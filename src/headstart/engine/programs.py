@@ -1,0 +1,217 @@
+"""What is recorded: the draft loop, and verify-and-decide. Plain functions on the tensors of ``DeviceRows``.
+
+Knows: the order of a round's work on the device. Does not know: when it is played, or who reads what comes of it.
+
+How a token is drawn is ``drafters.pen``'s business and how it is judged ``judge``'s; both are the eager path's own.
+Nothing here reads a tensor on the host, so on a GPU a program is recorded once and replayed; elsewhere it is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..drafters.model import ModelDrafter
+from ..drafters.pen import draft_keys, draw_tokens
+from ..machine.runner import ModelRunner
+from ..maths.inner import PLAIN, Inner
+from ..maths.noise import Keys
+from ..maths.tree import Topology
+from ..maths.verify import Verdicts
+from ..maths.warp import History, Warp
+from ..types import MAX_LOGPROBS, Draw
+from .device_rows import DeviceRows, Kind
+from .judge import decide, decide_mixed
+
+__all__ = ["DeviceRunner", "Logprobs", "Programs", "Shape"]
+
+
+@runtime_checkable
+class DeviceRunner(ModelRunner, Protocol):
+    """A runner that can also be told its rows' lengths by a tensor on the device, without the host knowing them."""
+
+    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
+        """Logits [R, keep, V] of tokens [R, N] in rows 0 .. R-1 behind lengths [R] keys.
+
+        No running row gets past ``bound`` keys; an idle one may, and what it computes then may be anything.
+        """
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one recording serves."""
+
+    rows: int
+    gamma: int
+    kind: Kind
+    bound: int
+
+
+class Logprobs(NamedTuple):
+    """The target's own log-probabilities along a round's nodes, before any processing."""
+
+    chosen: Tensor  # [R, N+1] of the token that was emitted after the node
+    best: Tensor  # [R, N+1, K] of the K most likely ones
+    ids: Tensor  # [R, N+1, K]
+
+
+class Programs:
+    """The two programs of any shape, and the buffers they share."""
+
+    def __init__(
+        self, state: DeviceRows, target: DeviceRunner, drafter: ModelDrafter | None, most: int, inner: Inner = PLAIN
+    ) -> None:
+        """``most``: the longest draft."""
+        self.state, self.inner = state, inner
+        self._target, self._drafter = target, drafter
+        rows, device = len(state.lengths), state.device
+        self.most = most
+        self.drafts = torch.zeros(most, rows, dtype=torch.int64, device=device)  # a step's tokens stand together
+        self._q = torch.zeros(rows * most * target.vocab_size, device=device)
+        self.result = torch.zeros(rows, most + 3, dtype=torch.int64, device=device)  # accepted, token, ok, drafted
+        top = min(MAX_LOGPROBS, state.vocab_size)
+        self.logprobs = Logprobs(
+            torch.zeros(rows, most + 1, device=device),
+            torch.zeros(rows, most + 1, top, device=device),
+            torch.zeros(rows, most + 1, top, dtype=torch.int64, device=device),
+        )
+        self._chains: dict[tuple[int, int], Topology] = {}  # made before anything is recorded
+        self._scratch = torch.zeros_like(state.counts) if drafter is not None else None
+
+    def q(self, rows: int, gamma: int) -> Tensor:
+        """[R, N, V], the place for the draft's distributions."""
+        width = self._target.vocab_size
+        return self._q[: rows * gamma * width].view(rows, gamma, width)
+
+    def changed(self, rows: int) -> list[Tensor]:
+        """What a program changes of the state, for whoever must put it back."""
+        s = self.state
+        return [s.last[:rows], s.places[:, :rows], s.counts[:rows]]
+
+    # -- drafting
+
+    def draft(self, shape: Shape, steps: int | None = None) -> None:
+        """Draw gamma tokens a row into ``drafts``. ``steps``: fewer, to warm up."""
+        s, rows = self.state, shape.rows
+        assert self._drafter is not None
+        history = None
+        if shape.kind == "full":
+            assert self._scratch is not None
+            history = History(s.prompt[:rows], self._scratch[:rows])
+            history.counts.copy_(s.counts[:rows])
+        # The token before the last is fed again: after full acceptance the draft has not seen it.
+        fed, at = s.last[:rows], s.draft_lengths[:rows]
+        count = steps or shape.gamma
+        q = self.q(rows, shape.gamma)
+        self.chain(shape, fed, at, history, count, base=s.lengths[:rows] + 1, drafts=self.drafts, q=q)
+
+    def chain(
+        self,
+        shape: Shape,
+        fed: Tensor,
+        at: Tensor,
+        history: History | None,
+        count: int,
+        *,
+        base: Tensor,
+        drafts: Tensor,
+        q: Tensor,
+    ) -> None:
+        """Draw a round's first ``count`` tokens into drafts [N, R], and what they were drawn from into q [R, N, V].
+
+        fed [R, M]: the tokens before them, which go to slots at [R] and on; base [R]: committed tokens of that round.
+        """
+        s, rows = self.state, shape.rows
+        assert self._drafter is not None
+        runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
+        warp = s.warp(rows, shape.kind, draft=True)
+        places = torch.arange(count, device=s.device)
+        slots = at + (places + torch.where(places > 0, fed.shape[1] - 1, 0))[:, None]  # [N, R]
+        keys = None
+        if shape.kind != "greedy":
+            words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.inner)
+            keys = tuple(word.T.contiguous() for word in words)
+        for i in range(count):
+            logits = self._drafter.fit(runner.device_forward(fed, slots[i], 1, shape.bound)[:, 0])
+            mine = None if keys is None else (keys[0][i], keys[1][i])
+            outputs = s.outputs[:rows] if history is None else s.outputs[:rows] + i
+            drawn, row_q = self.draw(logits, warp, mine, outputs, history)
+            torch.clamp_min(drawn, 0, out=drafts[i, :rows])
+            if row_q is not None:
+                q[:, i] = row_q
+            if history is not None:
+                history.add(drawn)
+            fed = drafts[i, :rows, None]
+
+    def draw(
+        self, logits: Tensor, warp: Warp, keys: Keys | None, outputs: Tensor, history: History | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``drafters.pen.draw_tokens``."""
+        return draw_tokens(logits, warp, keys, outputs=outputs, history=history, inner=self.inner)
+
+    # -- verifying
+
+    def verify(self, shape: Shape) -> None:
+        """One forward of the target over the drafts, the verdicts, and the table brought up to date."""
+        s, rows, gamma = self.state, shape.rows, shape.gamma
+        tokens = torch.cat([s.last[:rows, 1:], self.drafts[:gamma, :rows].T], dim=1)
+        logits = self._target.device_forward(tokens, s.lengths[:rows], gamma + 1, shape.bound)
+        verdicts = self._decide(shape, logits, tokens)
+        accepted, token = verdicts.accepted[:, None], verdicts.token.clamp_min(0)[:, None]
+        told = torch.cat([accepted, token, verdicts.ok[:, None].to(torch.int64), tokens[:, 1:]], dim=1)
+        self.result[:rows, : gamma + 3] = told
+        if shape.kind == "full":
+            self._books(shape, logits, tokens, verdicts.accepted, token[:, 0])
+        s.last[:rows] = torch.cat([tokens.gather(1, accepted), token], dim=1)
+        s.places[:, :rows] += (verdicts.accepted + 1) * s.advance[:rows]
+
+    def _topology(self, shape: Shape) -> Topology:
+        """Chains of gamma tokens, of which each row takes as many as its limit says."""
+        key = (shape.rows, shape.gamma)
+        if key not in self._chains:
+            self._chains[key] = Topology.chain([shape.gamma] * shape.rows, self.state.device)
+        chain = self._chains[key]
+        return replace(chain, valid=chain.depth <= self.state.limits[: shape.rows, None])
+
+    def _decide(self, shape: Shape, logits: Tensor, tokens: Tensor) -> Verdicts:
+        s, rows, gamma = self.state, shape.rows, shape.gamma
+        kinds: list[Draw] = ["iid"] * rows
+        known = {
+            "tokens": tokens,
+            "topology": self._topology(shape),
+            "outputs": s.outputs[:rows],
+            "history": s.history(rows) if shape.kind == "full" else None,
+            "seeds": s.seeds[:rows],
+            "base": s.lengths[:rows] + 1,
+            "kinds": kinds,
+            "inner": self.inner,
+        }
+        warp = s.warp(rows, shape.kind, draft=False)
+        if shape.kind == "greedy" or shape.kind == "coupled":
+            return decide(shape.kind, logits, warp, q=None, **known)  # type: ignore[arg-type]
+        rejects, block = (s.codes[:, :rows] > 0).unbind(0)
+        return decide_mixed(
+            logits,
+            warp,
+            q=self.q(rows, gamma),
+            rejects=None if shape.kind == "rejected" else rejects,
+            block=block,
+            **known,  # type: ignore[arg-type]
+        )
+
+    def _books(self, shape: Shape, logits: Tensor, tokens: Tensor, accepted: Tensor, token: Tensor) -> None:
+        """Count what was emitted, for penalties, and keep its log-probabilities."""
+        s, rows, nodes = self.state, shape.rows, shape.gamma + 1
+        node = torch.arange(nodes, device=s.device)
+        after = torch.cat([tokens[:, 1:], token[:, None]], dim=1)  # [R, N+1]: the token after each node ...
+        emitted = torch.where(node == accepted[:, None], token[:, None], after)  # ... that was emitted, if any was
+        kept = (node <= accepted[:, None]) & (s.advance[:rows, None] > 0)
+        s.counts[:rows].scatter_add_(1, emitted, kept.to(s.counts.dtype))
+        chances = logits[..., : s.vocab_size].float().log_softmax(-1)
+        best = chances.topk(self.logprobs.ids.shape[-1], dim=-1)
+        self.logprobs.chosen[:rows, :nodes] = chances.gather(-1, emitted.clamp_max(s.vocab_size - 1)[..., None])[..., 0]
+        self.logprobs.best[:rows, :nodes] = best.values
+        self.logprobs.ids[:rows, :nodes] = best.indices

@@ -1,0 +1,191 @@
+// Sixteen floats at a time, and the few functions of them that a decoder needs.
+//
+// Knows: vectors, half floats, exp. Does not know: matrices, threads, models.
+//
+// Written with the compiler's own vector types, so that one source serves AVX-512, AVX2 and machines without either.
+// Every function here has one order of operations: a token's numbers never depend on what is computed beside it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+#define HS_INLINE inline __attribute__((always_inline))
+#define HS_API extern "C" __attribute__((visibility("default")))
+
+namespace hs {
+
+constexpr int LANES = 16;  // outputs of a tile, floats of a vector
+constexpr int GROUP = 32;  // inputs that share a scale
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
+
+HS_INLINE vf load(const float* p) { return (vf) * (const vf_any*)p; }
+HS_INLINE void store(float* p, vf v) { *(vf_any*)p = (vf_any)v; }
+HS_INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+HS_INLINE vi splat_int(int32_t x) { return (vi){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+HS_INLINE vi lane_numbers() { return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+// a * b + c, rounded once where the machine can. Said with intrinsics, because a compiler that is left to choose may
+// choose differently in two copies of a loop.
+HS_INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union { vf v; __m256 h[2]; } x{a}, y{b}, z{c};
+    z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
+    z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
+    return z.v;
+#else
+    return a * b + c;
+#endif
+}
+
+HS_INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+HS_INLINE vf magnitude(vf a) { return (vf)((vi)a & splat_int(0x7fffffff)); }
+
+HS_INLINE float sum(vf v) {
+    float t[LANES];
+    memcpy(t, &v, sizeof t);
+    for (int w = LANES / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) t[i] += t[i + w];
+    return t[0];
+}
+
+HS_INLINE float greatest(vf v) {
+    float t[LANES];
+    memcpy(t, &v, sizeof t);
+    for (int w = LANES / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
+    return t[0];
+}
+
+// Sixteen vectors -> the vector of their sums: lane k is the sum of part[k]'s lanes.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef HS_SHUFFLE
+#define HS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+HS_INLINE vf fold1(vf a, vf b) {  // halves of a, halves of b
+    return HS_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           HS_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+HS_INLINE vf fold2(vf a, vf b) {  // quarters
+    return HS_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           HS_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+HS_INLINE vf fold3(vf a, vf b) {
+    return HS_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           HS_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+}
+HS_INLINE vf fold4(vf a, vf b) {
+    return HS_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           HS_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+HS_INLINE vf sums(const vf* part) {
+    vf a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) a[i] = fold1(part[2 * i], part[2 * i + 1]);
+    for (int i = 0; i < 4; i++) b[i] = fold2(a[2 * i], a[2 * i + 1]);
+    for (int i = 0; i < 2; i++) c[i] = fold3(b[2 * i], b[2 * i + 1]);
+    return fold4(c[0], c[1]);
+}
+
+// -- half floats: the scales of packed weights, and the keys and values of the slab
+
+HS_INLINE float half_to_float(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, body = h & 0x7fff;
+    uint32_t bits;
+    float f;
+    if (body >= 0x7c00) {
+        bits = sign | 0x7f800000 | (body & 0x3ff) << 13;
+    } else if (body >= 0x400) {
+        bits = sign | ((body << 13) + 0x38000000);
+    } else {  // subnormal: body * 2^-24 is exact
+        f = (float)body * 5.9604644775390625e-8f;
+        return sign ? -f : f;
+    }
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+HS_INLINE uint16_t float_to_half(float f) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    const uint32_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (bits < 0x38800000) {  // subnormal or zero: let the float adder round
+        float x;
+        memcpy(&x, &bits, 4);
+        x += 0.5f;
+        memcpy(&bits, &x, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return (uint16_t)(sign | (bits - 0x38000000) >> 13);
+}
+
+HS_INLINE vf load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    union { vf v; __m256 h[2]; } x;
+    x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+    x.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
+    return x.v;
+#else
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
+    return v;
+#endif
+}
+
+HS_INLINE void store_half(uint16_t* p, vf v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = float_to_half(v[i]);
+#endif
+}
+
+// -- exp
+
+HS_INLINE vf round_even(vf x) {  // |x| < 2^22
+    const vf magic = splat(12582912.0f);
+    return (x + magic) - magic;
+}
+
+HS_INLINE vf exponential(vf x) {
+    x = x < splat(-87.0f) ? splat(-87.0f) : x;
+    x = x > splat(88.0f) ? splat(88.0f) : x;
+    const vf n = round_even(x * splat(1.44269504088896341f));
+    vf r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    vf p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r + splat(1.0f));
+    const vi power = (__builtin_convertvector(n, vi) + splat_int(127)) << 23;
+    return p * (vf)power;
+}
+
+HS_INLINE vf silu(vf x) { return x / (splat(1.0f) + exponential(-x)); }
+
+}  // namespace hs

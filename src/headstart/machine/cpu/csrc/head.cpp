@@ -1,0 +1,386 @@
+// A draft head (see machine/head.py): from the target's hidden states to a whole drafted chain, in one call.
+//
+// Knows: the order of things in the head, how threads share it, and when a chain is not worth another token.
+// Does not know: Python, rounds, sampling.
+//
+// A call first reads the slots that the committed text has more than the head's cache, with the target's true features,
+// and then goes on from the last of them on its own output. Numbers are the same whatever else is in the batch.
+#include "head.h"
+
+#include <cmath>
+
+HS_API void hs_unpack_row(const hs::Matrix* m, int output, float* to);
+
+namespace hs {
+
+constexpr int FEW_SLOTS = 16;  // up to so many every thread prepares its own inputs, which saves a barrier
+
+namespace {
+
+struct Steps {
+    const Head& h;
+    const HeadCall& c;
+    Model shape;  // for ``attend``
+    Pool& pool;
+    Room& room;
+    Share* share;       // one for each phase
+    size_t shares;
+    int slots;          // sum of counts
+    int* row_of;        // [slots] whose slot it is
+    int* at;            // [slots] which slot of its row
+    int* last;          // [rows] number of the row's last slot
+    float *g, *x, *queries, *reached;
+    int32_t *now;       // [rows] where the next slot goes
+    int64_t* fed;       // [rows] the tokens that go in next
+    int32_t* stop;      // 1: all chains ended
+    Inputs features, words, normed, attended, gated, ready;
+
+    int position(int slot) const { return slot < h.positions ? slot : h.positions - 1; }
+
+    // Prepare n rows of inputs: by every thread for itself if they are few, together otherwise.
+    template <typename Make>
+    Inputs prepare(int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) const {
+        if (n <= FEW_SLOTS) {
+            const Inputs to = own.need(FEW_SLOTS, width);
+            for (int t = 0; t < n; t++) make(to, t);
+            return to;
+        }
+        for (int t; (t = turn.take()) < n;) make(common, t);
+        pool.meet();
+        return common;
+    }
+
+    // Product with n rows; done(tile, row, 16 numbers).
+    template <typename Done>
+    void product(const Matrix& m, const Inputs& in, int n, Share& turn, Done done) const {
+        const int tiles = m.tiles(), wide = tiles >= 8 * MOST_TILES ? MOST_TILES : 2;
+        vf found[MOST_TILES * MOST_TOKENS];
+        for (int item; (item = turn.take() * wide) < tiles;) {
+            const int count = tiles - item < wide ? tiles - item : wide;
+            for (int t = 0; t < n; t += MOST_TOKENS) {
+                const int some = n - t < MOST_TOKENS ? n - t : MOST_TOKENS;
+                tiles_product(m, item, count, in.from(t), some, found);
+                for (int i = 0; i < count; i++)
+                    for (int j = 0; j < some; j++) done(item + i, t + j, found[i * some + j]);
+            }
+        }
+    }
+
+    void norm(const float* from, int width, const Inputs& to, int row) const {
+        norm_token(from, h.ones, h.eps, width, to, row);
+    }
+
+    void norm_features(const Inputs& to, int slot) const {
+        const float* const* first = c.features;
+        const int row = row_of[slot], back = at[slot] - c.starts[row];
+        // Slot j is made of token j-1's features; ``first`` points at those of slot starts[row] (or starts[row] + 1, if
+        // that slot is the text's first and has none).
+        const bool none = at[slot] == 0;
+        const float* from = none ? nullptr : first[row] + (size_t)(back - (c.starts[row] == 0)) * h.parts * h.target_hidden;
+        const Inputs line = to.from(slot);
+        const int groups = h.target_hidden / GROUP;
+        for (int p = 0; p < h.parts; p++) {
+            const Inputs part{line.numbers + p * h.target_hidden, line.scales + p * groups, line.totals + p * groups,
+                              line.offsets + p * groups, line.exact + p * h.target_hidden, h.target_hidden};
+            if (none)
+                for (int i = 0; i < groups; i++) round_group(part, 0, i, splat(0.0f), splat(0.0f));
+            else
+                norm(from + (size_t)p * h.target_hidden, h.target_hidden, part, 0);
+        }
+    }
+
+    void norm_word(int64_t token, const Inputs& to, int row, Own& own) const {
+        const int id = token < 0 || token >= h.tokens ? 0 : (int)token;
+        if (h.plain_embedding) return norm(h.plain_embedding + (size_t)id * h.target_hidden, h.target_hidden, to, row);
+        float* line = own.keys.need(h.target_hidden);
+        hs_unpack_row(&h.embedding, id, line);
+        norm(line, h.target_hidden, to, row);
+    }
+
+    void unit(float* from, int width) const {  // the norm, in place
+        vf squares = splat(0.0f);
+        for (int i = 0; i < width; i += LANES) squares = fma(load(from + i), load(from + i), squares);
+        const vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)width + h.eps));
+        for (int i = 0; i < width; i += LANES) store(from + i, load(from + i) * scale);
+    }
+
+    // Queries, keys and values of n rows of x; ``whose`` and ``slot``: [n]. Queries go to the row's number in ``ask``.
+    void queries_keys_values(const Inputs& in, int n, const int* whose, const int* slot, bool queries_too, Share& turn) const {
+        const int tiles = h.head_dim / LANES, half = tiles / 2, from = queries_too ? 0 : h.heads;
+        const int all = h.heads + 2 * h.kv_heads;
+        vf found[16 * MOST_TOKENS];
+        for (int head; (head = turn.take() + from) < all;)
+            for (int t = 0; t < n; t += MOST_TOKENS) {
+                const int some = n - t < MOST_TOKENS ? n - t : MOST_TOKENS;
+                for (int i = 0; i < tiles; i += MOST_TILES)
+                    tiles_product(h.qkv, head * tiles + i, tiles - i < MOST_TILES ? tiles - i : MOST_TILES, in.from(t),
+                                  some, found + i * some);
+                for (int j = 0; j < some; j++) place(head, t + j, whose[t + j], slot[t + j], found + j, some, tiles, half);
+            }
+    }
+
+    void place(int head, int number, int row, int slot, const vf* found, int stride, int tiles, int half) const {
+        vf v[16];
+        for (int i = 0; i < tiles; i++) v[i] = found[i * stride];
+        const bool query = head < h.heads, key = !query && head < h.heads + h.kv_heads;
+        if (query || key) {
+            const size_t turn = (size_t)position(slot) * (h.head_dim / 2);
+            for (int i = 0; i < half; i++) {
+                const vf cosine = load(h.cosines + turn + i * LANES), sine = load(h.sines + turn + i * LANES);
+                const vf a = v[i], b = v[i + half];
+                v[i] = a * cosine - b * sine;
+                v[i + half] = b * cosine + a * sine;
+            }
+        }
+        if (query) {
+            const vf scale = splat(1.0f / std::sqrt((float)h.head_dim));
+            float* to = queries + ((size_t)number * h.heads + head) * h.head_dim;
+            for (int i = 0; i < tiles; i++) store(to + i * LANES, v[i] * scale);
+            return;
+        }
+        const int own = key ? head - h.heads : head - h.heads - h.kv_heads;
+        uint16_t* to = (key ? h.keys : h.values) + (size_t)(c.first_row + row) * h.row_stride + (size_t)own * h.head_stride +
+                       (size_t)slot * h.head_dim;
+        for (int i = 0; i < tiles; i++) store_half(to + i * LANES, v[i]);
+    }
+
+    // x of the slots that the text has more, and their keys and values. Returns the phases it used.
+    Share* read(int thread, Share* turn) const {
+        Own& own = room.own[thread];
+        Inputs in = prepare(slots, h.parts * h.target_hidden, features, own.normed, *turn,
+                            [&](const Inputs& to, int t) { norm_features(to, t); });
+        product(h.fuse, in, slots, *++turn, [&](int tile, int t, vf v) { store(g + (size_t)t * h.width + tile * LANES, v); });
+        pool.meet();
+        turn++;
+        for (int t; (t = turn->take()) < slots;) unit(g + (size_t)t * h.width, h.width);
+        pool.meet();
+        in = prepare(slots, h.target_hidden, words, own.normed, *++turn,
+                     [&](const Inputs& to, int t) { norm_word(c.tokens[t], to, t, own); });
+        product(h.embed, in, slots, *++turn, [&](int tile, int t, vf v) {
+            const size_t at = (size_t)t * h.width + tile * LANES;
+            store(x + at, load(g + at) + v);
+        });
+        pool.meet();
+        in = prepare(slots, h.width, normed, own.normed, *++turn,
+                     [&](const Inputs& to, int t) { norm(x + (size_t)t * h.width, h.width, to, t); });
+        queries_keys_values(in, slots, row_of, at, c.answering, *++turn);
+        pool.meet();
+        return turn + 1;
+    }
+
+    // x of the next slots: the head's own output in place of the features.
+    Share* advance(int thread, Share* turn) const {
+        Own& own = room.own[thread];
+        Inputs in = prepare(c.rows, h.target_hidden, words, own.normed, *turn,
+                            [&](const Inputs& to, int r) { norm_word(fed[r], to, r, own); });
+        product(h.embed, in, c.rows, *++turn, [&](int tile, int r, vf v) {
+            const size_t at = (size_t)r * h.width + tile * LANES;
+            store(x + at, load(c.y + at) + v);
+        });
+        pool.meet();
+        in = prepare(c.rows, h.width, normed, own.normed, *++turn,
+                     [&](const Inputs& to, int r) { norm(x + (size_t)r * h.width, h.width, to, r); });
+        int whose[64], slot[64];  // rows are few; see hs_head
+        for (int r = 0; r < c.rows; r++) whose[r] = r, slot[r] = now[r];
+        queries_keys_values(in, c.rows, whose, slot, true, *++turn);
+        pool.meet();
+        return turn + 1;
+    }
+
+    // From x and the queries of each row's newest slot (number ``of[r]`` or r) to y and logits.
+    Share* answer(int thread, Share* turn, const int* of) const {
+        const int group = h.heads / h.kv_heads;
+        for (int item; (item = turn->take()) < c.rows * h.heads;) {
+            const int row = item / h.heads, head = item % h.heads, number = of ? of[row] : row;
+            const size_t from = (size_t)(c.first_row + row) * h.row_stride + (size_t)(head / group) * h.head_stride;
+            const Sight sight{h.keys + from, h.values + from, now[row], 0, 1, nullptr, 1, h.window};
+            attend(shape, sight, head, 1, queries + (size_t)number * h.heads * h.head_dim, attended.from(row),
+                   room.own[thread]);
+        }
+        pool.meet();
+        product(h.out, attended, c.rows, *++turn, [&](int tile, int r, vf v) {
+            const size_t to = (size_t)(of ? of[r] : r) * h.width + tile * LANES;
+            store(x + to, load(x + to) + v);
+        });
+        pool.meet();
+        Inputs in = prepare(c.rows, h.width, normed, room.own[thread].normed, *++turn, [&](const Inputs& to, int r) {
+            norm(x + (size_t)(of ? of[r] : r) * h.width, h.width, to, r);
+        });
+        turn++;
+        vf found[4 * MOST_TOKENS];
+        for (int item; (item = turn->take()) < h.ffn / GROUP;)
+            for (int t = 0; t < c.rows; t += MOST_TOKENS) {
+                const int n = c.rows - t < MOST_TOKENS ? c.rows - t : MOST_TOKENS;
+                tiles_product(h.gate_up, item * 4, 4, in.from(t), n, found);
+                for (int j = 0; j < n; j++)
+                    round_group(gated, t + j, item, silu(found[j]) * found[2 * n + j],
+                                silu(found[n + j]) * found[3 * n + j]);
+            }
+        pool.meet();
+        product(h.down, gated, c.rows, *++turn, [&](int tile, int r, vf v) {
+            const size_t from = (size_t)(of ? of[r] : r) * h.width + tile * LANES;
+            store(c.y + (size_t)r * h.width + tile * LANES, load(x + from) + v);
+        });
+        pool.meet();
+        turn++;
+        for (int r; (r = turn->take()) < c.rows;) {
+            unit(c.y + (size_t)r * h.width, h.width);
+            const float* y = c.y + (size_t)r * h.width;
+            for (int i = 0; i < h.width / GROUP; i++) round_group(ready, r, i, load(y + i * GROUP), load(y + i * GROUP + LANES));
+        }
+        pool.meet();
+        product(h.head, ready, c.rows, *++turn, [&](int tile, int r, vf v) {
+            const int first = tile * LANES, some = h.vocab - first;
+            float* to = c.logits + (size_t)r * h.vocab + first;
+            if (some >= LANES)
+                store(to, v);
+            else
+                memcpy(to, &v, sizeof(float) * some);
+        });
+        pool.meet();
+        return turn + 1;
+    }
+
+    // The likeliest word of a row, and about how likely the target will agree (see Pen.hopes). By one thread.
+    void choose(int row, int offset) const {
+        const float* logits = c.logits + (size_t)row * h.vocab;
+        float most = -INFINITY;
+        int best = -1;
+        vf top = splat(-INFINITY);
+        const int whole = h.vocab / LANES * LANES;
+        for (int i = 0; i < whole; i += LANES) top = larger(load(logits + i), top);
+        most = greatest(top);
+        for (int i = whole; i < h.vocab; i++) most = logits[i] > most ? logits[i] : most;
+        vf total = splat(0.0f);
+        const vf heat = splat(1.0f / c.heat), high = splat(most);
+        for (int i = 0; i < whole; i += LANES) total += exponential((load(logits + i) - high) * heat);
+        float mass = sum(total);
+        for (int i = whole; i < h.vocab; i++) mass += std::exp((logits[i] - most) / c.heat);
+        for (int i = 0; i < h.vocab && best < 0; i++)
+            if (logits[i] == most) best = i;
+        const bool sound = best >= 0 && std::isfinite(mass) && std::isfinite(most);
+        c.drafted[(size_t)row * c.most + offset] = sound ? h.ids[best] : -1;
+        fed[row] = sound ? h.ids[best] : 0;
+        reached[row] *= sound ? 1.0f / mass : 0.0f;
+        if (!sound && c.budgets[row] > offset) c.budgets[row] = offset;
+        if (offset && reached[row] < c.least_hope && c.budgets[row] > offset) c.budgets[row] = offset;
+        if (reached[row] < c.least_next && c.budgets[row] > offset + 1) c.budgets[row] = offset + 1;
+    }
+
+    void run(int thread) const {
+        Share* turn = share;
+        const int* of = nullptr;
+        if (c.reading) {
+            turn = read(thread, turn);
+            if (!c.answering) return;
+            of = last;
+        } else {
+            turn = advance(thread, turn);
+        }
+        turn = answer(thread, turn, of);
+        for (int offset = 0; offset < c.most; offset++) {
+            if (thread == 0) {
+                int wanted = 0;
+                for (int r = 0; r < c.rows; r++) {
+                    choose(r, offset);
+                    now[r]++;
+                    wanted = c.budgets[r] > wanted ? c.budgets[r] : wanted;
+                }
+                *stop = wanted <= offset + 1;
+                for (size_t i = 0; i < shares; i++) share[i].reset();
+            }
+            pool.meet();
+            if (*stop) return;
+            turn = advance(thread, share);
+            answer(thread, turn, nullptr);
+        }
+    }
+};
+
+}  // namespace
+
+struct HeadHandle {
+    Head head;
+    Room room;
+    Buffer<float> g, x, queries, reached;
+    Buffer<int> row_of, at, last;
+    Buffer<int32_t> now;
+    Buffer<int64_t> fed;
+    Rounded features, words, normed, attended, gated, ready;
+    int32_t stop = 0;
+};
+
+}  // namespace hs
+
+using namespace hs;
+
+HS_API void* hs_head_new(const Head* head) {
+    HeadHandle* made = new HeadHandle();
+    made->head = *head;
+    return made;
+}
+HS_API void hs_head_free(void* handle) { delete (HeadHandle*)handle; }
+
+// 0, or 1 if there are more rows than one call takes (then nothing was done).
+HS_API int hs_head(void* handle, void* pool_, const HeadCall* call) {
+    HeadHandle& t = *(HeadHandle*)handle;
+    const Head& h = t.head;
+    Pool& pool = *(Pool*)pool_;
+    const int rows = call->rows;
+    if (rows > 64) return 1;
+    int slots = 0;
+    if (call->reading)
+        for (int r = 0; r < rows; r++) slots += call->counts[r];
+    const int n = slots > rows ? slots : rows, spare = n + rows;  // a row without a slot of its own uses a spare one
+    int *row_of = t.row_of.need(spare), *at = t.at.need(spare), *last = t.last.need(rows);
+    int32_t* now = t.now.need(rows);
+    int64_t* fed = t.fed.need(rows);
+    float* reached = t.reached.need(rows);
+    for (int r = 0, s = 0; r < rows; r++) {
+        reached[r] = 1.0f;
+        now[r] = call->starts[r];
+        if (!call->reading) {
+            fed[r] = call->tokens[r];
+            continue;
+        }
+        for (int i = 0; i < call->counts[r]; i++, s++) row_of[s] = r, at[s] = call->starts[r] + i;
+        last[r] = call->counts[r] ? s - 1 : slots + r;
+        now[r] = call->starts[r] + (call->counts[r] ? call->counts[r] - 1 : 0);
+    }
+    if ((int)t.room.own.size() < pool.size()) t.room.own.resize(pool.size());
+    if (t.room.shares.empty()) t.room.shares = std::vector<Share>(32);
+    for (Share& share : t.room.shares) share.reset();
+    Model shape{};
+    shape.heads = h.heads, shape.kv_heads = h.kv_heads, shape.head_dim = h.head_dim, shape.capacity = h.capacity;
+    Steps steps{h,
+                *call,
+                shape,
+                pool,
+                t.room,
+                t.room.shares.data(),
+                t.room.shares.size(),
+                slots,
+                row_of,
+                at,
+                last,
+                t.g.need((size_t)spare * h.width),
+                t.x.need((size_t)spare * h.width),
+                t.queries.need((size_t)spare * h.heads * h.head_dim),
+                reached,
+                now,
+                fed,
+                &t.stop,
+                t.features.need(n, h.parts * h.target_hidden),
+                t.words.need(n, h.target_hidden),
+                t.normed.need(n, h.width),
+                t.attended.need(n, h.heads * h.head_dim),
+                t.gated.need(n, h.ffn),
+                t.ready.need(rows, h.width)};
+    for (int r = 0; call->reading && r < rows; r++)
+        if (!call->counts[r]) {
+            memset(steps.x + (size_t)last[r] * h.width, 0, sizeof(float) * h.width);
+            memset(steps.queries + (size_t)last[r] * h.heads * h.head_dim, 0, sizeof(float) * h.heads * h.head_dim);
+        }
+    pool.run([](void* s, int thread) { ((const Steps*)s)->run(thread); }, &steps);
+    return 0;
+}

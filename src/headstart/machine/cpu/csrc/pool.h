@@ -1,0 +1,125 @@
+// A few threads that run one function together, and meet at barriers.
+//
+// Knows: how to wake, share out work and wait without losing time. Does not know: what the work is.
+//
+// Threads spin a little before they sleep: a decoder meets at some 150 barriers a step, far too often to ask the kernel.
+// They give way after a short while, because the core may be wanted by others.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+#include <sched.h>
+
+namespace hs {
+
+inline void breathe() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+class Pool {
+  public:
+    explicit Pool(int threads) : size_(threads < 1 ? 1 : threads) {
+        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { serve(i); });
+    }
+    ~Pool() {
+        stop_.store(true);
+        {
+            std::lock_guard<std::mutex> hold(mutex_);
+            epoch_.fetch_add(1);
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+    int size() const { return size_; }
+
+    // Run work(argument, thread) on every thread, this one included; returns when all are done.
+    void run(void (*work)(void*, int), void* argument) {
+        std::lock_guard<std::mutex> one_at_a_time(entry_);
+        work_ = work;
+        argument_ = argument;
+        if (size_ > 1) {
+            epoch_.fetch_add(1);
+            if (sleeping_.load() > 0) {
+                { std::lock_guard<std::mutex> hold(mutex_); }
+                wake_.notify_all();
+            }
+        }
+        work(argument, 0);
+        meet();
+    }
+
+    // Wait until all threads are here.
+    void meet() {
+        if (size_ == 1) return;
+        const uint32_t now = round_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            round_.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int tries = 0; round_.load(std::memory_order_acquire) == now; tries++) {
+            if (tries < 4000)
+                breathe();
+            else
+                sched_yield();
+        }
+    }
+
+  private:
+    void serve(int thread) {
+        uint32_t seen = 0;
+        for (;;) {
+            for (int tries = 0; epoch_.load(std::memory_order_acquire) == seen; tries++) {
+                if (tries < 500) {
+                    breathe();
+                } else if (tries < 1500) {  // about half a millisecond: the pause between two steps
+                    sched_yield();
+                    for (int i = 0; i < 8; i++) breathe();
+                } else {
+                    std::unique_lock<std::mutex> hold(mutex_);
+                    sleeping_.fetch_add(1);
+                    wake_.wait(hold, [&] { return epoch_.load() != seen; });
+                    sleeping_.fetch_sub(1);
+                }
+            }
+            seen = epoch_.load();
+            if (stop_.load()) return;
+            work_(argument_, thread);
+            meet();
+        }
+    }
+
+    const int size_;
+    std::vector<std::thread> workers_;
+    std::mutex entry_, mutex_;
+    std::condition_variable wake_;
+    void (*work_)(void*, int) = nullptr;
+    void* argument_ = nullptr;
+    std::atomic<bool> stop_{false};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    std::atomic<int> sleeping_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// Work shared out piece by piece: whoever is free takes the next one.
+class Share {
+  public:
+    void reset() { next_.store(0, std::memory_order_relaxed); }
+    int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+  private:
+    alignas(64) std::atomic<int> next_{0};
+};
+
+}  // namespace hs

@@ -1,0 +1,222 @@
+"""A packed decoder as a runner over the slab: one call into the kernels for each forward.
+
+Knows: how to hand tokens, lengths and the slab's memory to the kernels. Does not know: kernels, rounds, sampling.
+
+A token's logits are the same bits however the forward is cut up: alone, with a draft behind it, beside other rows, as
+part of a prompt, or as a branch of a tree. So speculation on this runner is lossless to the last bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...errors import InvalidParameter, ModelRefused
+from ...maths.tree import Topology
+from ..kvcache import MARGIN, Slab, SlabLayer
+from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
+from .packed import Packed
+
+__all__ = ["CpuRunner"]
+
+_PROBE_LENGTH = 12
+
+
+class CpuRunner:
+    """A ``ModelRunner`` on the CPU's own kernels. Logits are float32, keys and values half floats."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        packed: Packed,
+        model: PreTrainedModel,
+        *,
+        rows: int = 1,
+        max_len: int = 2048,
+        margin: int = MARGIN,
+        probe: bool = True,
+        threads: int = 1,
+    ) -> None:
+        """``model``: what was packed; for those who ask about its configuration or its embedding."""
+        plan = packed.plan
+        self.packed, self.model = packed, model
+        self.vocab_size, self.max_len, self.threads = plan.vocab, max_len, threads
+        self.slab = Slab(rows, max_len, margin=margin)
+        self._watched: tuple[int, ...] = ()
+        self._watch_numbers: ctypes.Array[ctypes.c_int32] | None = None
+        like = torch.empty(1, plan.kv_heads, 1, plan.head_dim, dtype=torch.float16)
+        for _ in range(plan.layers):
+            layer = SlabLayer(self.slab)
+            layer.lazy_initialization(like, like)
+            self.slab.layers.append(layer)
+        self._kernels = kernels()
+        self._cosines, self._sines = _rotation(packed, self.slab.capacity)
+        self._handle = self._build()
+        self._call = CallRecord()
+        weakref.finalize(self, self._kernels.hs_model_free, self._handle)
+        if probe:
+            self.probe()
+
+    def _build(self) -> int:
+        """Tell the kernels where everything lies. They keep the addresses; we keep the memory alive."""
+        packed, plan, slab = self.packed, self.packed.plan, self.slab
+        layers = (LayerRecord * plan.layers)()
+        for i, layer in enumerate(slab.layers):
+            layers[i] = LayerRecord(
+                packed.matrix(f"{i}.qkv", f"{i}.qkv_bias"),
+                packed.matrix(f"{i}.out", f"{i}.out_bias"),
+                packed.matrix(f"{i}.gate_up"),
+                packed.matrix(f"{i}.down"),
+                *(packed.address(f"{i}.{name}") for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+                layer.keys.data_ptr(),
+                layer.values.data_ptr(),
+                plan.windows[i],
+            )
+        keys = slab.layers[0].keys
+        record = ModelRecord(
+            hidden=plan.hidden,
+            heads=plan.heads,
+            kv_heads=plan.kv_heads,
+            head_dim=plan.head_dim,
+            ffn=plan.ffn,
+            vocab=plan.vocab,
+            layers=plan.layers,
+            positions=len(self._cosines),
+            eps=plan.eps,
+            capacity=slab.capacity,
+            row_stride=keys.stride(0),
+            head_stride=keys.stride(1),
+            embedding=packed.matrix("embedding"),
+            head=packed.matrix("embedding" if plan.tied else "head"),
+            norm=packed.address("norm"),
+            cosines=self._cosines.data_ptr(),
+            sines=self._sines.data_ptr(),
+            layer=layers,
+        )
+        return int(self._kernels.hs_model_new(ctypes.byref(record)))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: slice,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        topology: Topology | None = None,
+        keep: int | None = None,
+    ) -> Tensor:
+        """See ``ModelRunner.forward``."""
+        count, width = tokens.shape
+        if count != len(lengths) or count != rows.stop - rows.start or rows.stop > self.slab.rows:
+            raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
+        if min(lengths) < 0 or max(lengths) + width > self.slab.capacity:
+            raise ValueError(f"tokens up to {max(lengths) + width} do not fit a row of {self.slab.capacity} slots")
+        kept = width if keep is None else min(keep, width)
+        logits = torch.empty(count, kept, self.vocab_size)
+        tokens = tokens.contiguous()
+        starts = (ctypes.c_int32 * count)(*lengths)
+        call = self._call
+        call.rows, call.width, call.first_row, call.keep = count, width, rows.start, kept
+        call.tokens, call.lengths, call.logits = tokens.data_ptr(), ctypes.addressof(starts), logits.data_ptr()
+        call.ancestors = call.depths = None
+        if topology is not None and not topology.is_chain:
+            if topology.width != width:
+                raise ValueError(f"{width} tokens a row for a tree of {topology.width} nodes")
+            ancestors = topology.ancestors.expand(count, width, width).to(torch.uint8).contiguous()
+            depths = topology.depth.expand(count, width).to(torch.int32).contiguous()
+            call.ancestors, call.depths = ancestors.data_ptr(), depths.data_ptr()
+        if self._kernels.hs_forward(self._handle, pool(self.threads), ctypes.byref(call)):
+            raise ValueError(f"a token id lies outside the vocabulary of {self.vocab_size}")
+        return logits
+
+    def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
+        """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""
+        if not tokens:
+            raise ValueError("nothing to prefill")
+        if start is not None:
+            self.slab.truncate(row, start)
+        logits = torch.empty(1, 0, self.vocab_size)
+        for at in range(0, len(tokens), chunk):
+            piece = tokens[at : at + chunk]
+            last = at + chunk >= len(tokens)
+            ids = torch.tensor([piece])
+            logits = self.forward(slice(row, row + 1), ids, self.slab.lengths[row : row + 1], keep=1 if last else 0)
+            self.slab.extend(row, piece)
+        return logits
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """The embedding table as floats [V, H], made when first asked for."""
+        return self.packed.rows("embedding", range(self.vocab_size))
+
+    # -- hidden states, for drafters that read them
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on keep the hidden states behind these decoder layers beside every token's keys.
+
+        They are stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry them along.
+        """
+        wanted, plan = tuple(layers), self.packed.plan
+        if self._watched == wanted:
+            return
+        if self._watched:
+            raise ValueError(f"this runner already watches layers {self._watched}")
+        if not wanted or not all(0 <= layer < plan.layers for layer in wanted):
+            raise InvalidParameter("layers", f"must lie in 0 .. {plan.layers - 1}, not {list(wanted)}")
+        if self.slab.free_rows < self.slab.rows:
+            raise ValueError("sequences are running, and their tokens so far have no features")
+        for row in range(self.slab.rows):  # warm rows have none either
+            self.slab.truncate(row, 0)
+        layer = SlabLayer(self.slab)
+        like = torch.empty(1, 1, 1, len(wanted) * plan.hidden)
+        layer.lazy_initialization(like, like[..., :0])
+        self.slab.layers.append(layer)
+        self._watched = wanted
+        self._watch_numbers = (ctypes.c_int32 * len(wanted))(*wanted)
+        self._call.watched = len(wanted)
+        self._call.watch = ctypes.addressof(self._watch_numbers)
+        self._call.features = layer.keys.data_ptr()
+
+    def features(self, row: int, start: int, stop: int) -> Tensor:
+        """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""
+        return self.slab.layers[self.packed.plan.layers].keys[row, 0, start:stop]  # type: ignore[no-any-return]
+
+    # -- self-test
+
+    def probe(self) -> None:
+        """Refuse to serve unless ragged rows, rolled-back drafts and a tree give the bits of one fresh pass."""
+        if self.slab.rows < 1 or self.max_len < _PROBE_LENGTH:
+            return
+        spread = self.vocab_size // _PROBE_LENGTH or 1
+        x = [(7 + 5 * i * spread) % self.vocab_size for i in range(_PROBE_LENGTH)]
+        fresh = self.forward(slice(0, 1), torch.tensor([x]), [0])[0]
+        self.forward(slice(0, 1), torch.tensor([x[:5]]), [0])
+        self.forward(slice(0, 1), torch.tensor([[x[5], x[0], x[1], x[2]]]), [5])  # a draft that is rejected
+        chain = self.forward(slice(0, 1), torch.tensor([x[6:9]]), [6])[0]
+        tree = Topology.of([(-1, -1, 1)], self.device)
+        branch = self.forward(slice(0, 1), torch.tensor([[x[9], x[0], x[10], x[11]]]), [9], tree)[0]
+        found = torch.cat([chain, branch[[0, 2, 3]]])
+        if not bool(torch.isfinite(fresh).all()) or not torch.equal(found, fresh[6:]):
+            raise ModelRefused(
+                f"{type(self.model).__name__} gives other logits on the CPU kernels when its text comes in pieces than "
+                "in one pass (or no numbers at all), so drafts could not be verified; use quantization=None"
+            )
+
+
+def _rotation(packed: Packed, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [positions, head_dim / 2]; channel pairs that do not turn have 1 and 0."""
+    plan = packed.plan
+    speeds = torch.tensor(plan.inverse_frequencies)
+    angles = torch.outer(torch.arange(positions).float(), speeds)
+    cosines = torch.ones(positions, plan.head_dim // 2)
+    sines = torch.zeros_like(cosines)
+    cosines[:, : len(speeds)] = angles.cos() * plan.rotary_scale
+    sines[:, : len(speeds)] = angles.sin() * plan.rotary_scale
+    return cosines, sines

@@ -1,0 +1,174 @@
+# mypy: ignore-errors
+# Triton's language only looks like Python; mypy cannot read kernel bodies.
+"""A small draft's attention for a single token: many tiny programs, joined inside the output projection.
+
+Knows: one row, one new token, and that latency is all there is to win. Does not know: windows, trees, batches, and
+sums that must be those of a wider step; ``kernels_attention`` has those.
+
+One warp takes one head and one chunk of keys, so that nothing in it waits for another warp. What it leaves is not
+joined by a launch of its own: every program of the output projection joins all heads for itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .kernels_blocks import done, wait
+from .plan import Tile, power_of_two
+
+__all__ = ["attend_alone", "join_residual"]
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _old(buffer, base, j, length, D: tl.constexpr, DP: tl.constexpr):
+    """buffer[j] [BK, DP] for keys of earlier steps. Not through L1, which may be older than L2."""
+    d = tl.arange(0, DP)
+    mask = (j < length)[:, None] & (d < D)[None, :]
+    return tl.load(buffer + base + j[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _alone_kernel(
+    query, keys, values, part, stats, lengths, capacity, scale, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """part [HEADS, SPLITS, D] and stats [HEADS, SPLITS, 2] (largest score, sum) of one chunk.
+
+    With PDL 2 the chunk's old keys are loaded before the kernel in front has ended: see ``kernels_attention``.
+    """
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    start = split * BK
+    d = tl.arange(0, DP)
+    base = (head // (HEADS // KV)).to(tl.int64) * capacity * D
+    if PDL == 1 or PDL == 3:
+        wait(PDL)
+    length = tl.load(lengths, cache_modifier=".cg").to(tl.int32)
+    if start <= length:
+        j = start + tl.arange(0, BK)
+        k = _old(keys, base, j, length, D, DP)
+        v = _old(values, base, j, length, D, DP)
+        if PDL == 2:
+            wait(PDL)
+        q = tl.load(query + head * D + d, mask=d < D, other=0.0, cache_modifier=".cg").to(tl.float32) * scale
+        # The new token's key, where this chunk holds it.
+        mine = (d < D) & (length < start + BK)
+        new_k = tl.load(keys + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        new_v = tl.load(values + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        s = tl.where(j == length, tl.sum(new_k * q, axis=0), tl.sum(k.to(tl.float32) * q[None, :], axis=1))
+        s = tl.where(j <= length, s, float("-inf"))
+        top = tl.max(s, axis=0)
+        p = tl.exp2(s - top)
+        last = tl.sum(tl.where(j == length, p, 0.0), axis=0)
+        total = tl.sum(p[:, None] * v.to(tl.float32), axis=0) + last * new_v
+        done(PDL)
+        slot = head * SPLITS + split
+        tl.store(part + slot * D + d, total, mask=d < D)
+        tl.store(stats + slot * 2, top)
+        tl.store(stats + slot * 2 + 1, tl.sum(p, axis=0))
+    else:
+        if PDL == 2:
+            wait(PDL)
+
+
+@triton.jit
+def _join_kernel(
+    part, stats, lengths, w, bias, residual, gain, scaled, squares, N, K: tl.constexpr, HB: tl.constexpr,
+    HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * HB + tl.arange(0, HB)
+    row = tl.minimum(n, N - 1)
+    mask = n < N
+    h = tl.arange(0, HP)
+    d = tl.arange(0, DP)
+    s = tl.arange(0, SP)
+    head = h < K // D
+    inside = head[:, None] & (d < D)[None, :]
+    at = row.to(tl.int64)[:, None, None] * K + (h[:, None] * D + d[None, :])[None, :, :]
+    weights = tl.load(w + at, mask=inside[None, :, :], other=0.0, eviction_policy="evict_first")
+    g = tl.load(gain + row).to(tl.float32)
+    if PDL != 2:
+        wait(PDL)
+    old = tl.load(residual + n, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    live = tl.load(lengths, cache_modifier=".cg").to(tl.int32) // CHUNK + 1
+    if PDL == 2:  # the residual and the lengths were written two kernels back or earlier
+        wait(PDL)
+    seen = head[:, None] & (s < live)[None, :]
+    slot = h[:, None] * SPLITS + s[None, :]
+    top = tl.load(stats + slot * 2, mask=seen, other=-1e30, cache_modifier=".cg")
+    total = tl.load(stats + slot * 2 + 1, mask=seen, other=0.0, cache_modifier=".cg")
+    value = tl.load(
+        part + slot[:, :, None] * D + d[None, None, :], mask=seen[:, :, None] & (d < D)[None, None, :], other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+    share = tl.exp2(top - tl.max(top, axis=1)[:, None])
+    share = share / tl.where(head, tl.sum(share * total, axis=1), 1.0)[:, None]
+    x = tl.sum(share[:, :, None] * value, axis=1)  # [HP, DP]
+    acc = tl.sum(tl.sum(weights.to(tl.float32) * x[None, :, :], axis=2), axis=1)
+    done(PDL)
+    if BIAS:
+        acc = acc + tl.load(bias + row).to(tl.float32)
+    new = (old + acc).to(residual.dtype.element_ty)
+    tl.store(residual + n, new, mask=mask)
+    new = tl.where(mask, new.to(tl.float32), 0.0)
+    tl.store(scaled + n, (new * g).to(scaled.dtype.element_ty), mask=mask)
+    tl.store(squares + tl.program_id(0), tl.sum(new * new, axis=0))
+
+
+def _overlap(pdl: int) -> dict[str, object]:
+    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
+
+
+def attend_alone(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    work: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    *,
+    scale: float,
+    chunk: int,
+    pdl: int,
+) -> None:
+    """Attention of query [1, heads, D] over the row's keys, its own last, to ``work``.
+
+    ``cache``: keys and values [1, kv_heads, capacity, D]; ``work``: part [heads, splits, D] and stats [heads, splits,
+    2], float32, one split a chunk of keys.
+    """
+    keys, values = cache
+    _, kv, capacity, d = keys.shape
+    heads, splits = work[0].shape[:2]
+    _alone_kernel[(splits, heads)](
+        query, keys, values, *work, lengths, capacity, scale * _LOG2E, HEADS=heads, KV=kv, D=d, DP=power_of_two(d),
+        BK=chunk, SPLITS=splits, num_warps=1, **_overlap(pdl),
+    )  # fmt: skip
+
+
+def join_residual(
+    work: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    w: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    scaled: Tensor,
+    t: Tile,
+    *,
+    bias: Tensor | None,
+    squares: Tensor,
+    chunk: int,
+    pdl: int,
+) -> None:
+    """``matmul_residual`` of what ``attend_alone`` left: residual [1, N] += attended W^T + bias, and so on."""
+    (outputs, inputs), (heads, splits, d) = w.shape, work[0].shape
+    tiles = triton.cdiv(outputs, t.rows)
+    assert squares.shape == (1, tiles)
+    assert heads * d == inputs
+    _join_kernel[(tiles,)](
+        *work, lengths, w, w if bias is None else bias, residual, gain, scaled, squares, outputs, K=inputs, HB=t.rows,
+        HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits, SP=power_of_two(splits),
+        BIAS=bias is not None, num_warps=t.warps, **_overlap(pdl),
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+# mypy: ignore-errors
+# Triton's language only looks like Python; mypy cannot read kernel bodies.
+"""Skinny matrix products of large matrices: one program a multiprocessor, each streaming its own run of weight rows.
+
+Knows: how to keep the memory busy while tile after tile of weights is multiplied. Does not know: what a model is, or
+which tile is fast (``plan``), or how a caller states its wish (``kernels_matmul``).
+
+A program takes PER tiles of HB weight rows (or of HB pairs of rows) one after another in a single loop, so that the
+next tile's weights are on their way while the last one's sums are written. Its KS warps take different channels of a
+loop step. Which sums are added in which order depends on BK and KS alone, not on the tile's rows, on the number of
+programs or on how many tokens there are.
+
+Before it waits for its input a program asks the beginning of its weights into L2; four steps before its end it lets
+the next kernel start, whose programs then take the places of those that have ended.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels_blocks import inputs, inverse_rms, multiply, pair, square_parts, weights
+
+__all__ = ["matmul_kernel", "residual_kernel", "rotary_kernel", "swiglu_kernel"]
+
+_LATE = tl.constexpr(4)  # loop steps before the end at which the next kernel may start
+
+
+@triton.jit
+def _ask(w, row, K: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
+    """Ask the first BYTES of the program's ROWS first weight rows into L2. row [32 * WARPS]: each thread's.
+
+    One thread a row does it: the instruction is uniform, so the threads of a warp would take turns anyway.
+    """
+    mine = (tl.arange(0, 32 * WARPS) % (32 * WARPS // ROWS) == 0).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [(w + row.to(tl.int64) * K).to(tl.int64, bitcast=True), tl.full([32 * WARPS], BYTES, tl.int32), mine],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _asker(ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """[32 * WARPS] which of the ROWS rows each thread asks for."""
+    return tl.arange(0, 32 * WARPS) // (32 * WARPS // ROWS)
+
+
+@triton.jit
+def _begin(PDL: tl.constexpr):
+    if PDL > 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _late(i, STEPS: tl.constexpr, PDL: tl.constexpr):
+    """Let the next kernel start if the end is near."""
+    if PDL > 0:  # noqa: SIM102 - one is known when compiling, the other is not
+        if i == (STEPS - _LATE if STEPS > _LATE else 0):
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _zero(KS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
+    if KS > 1:
+        acc = tl.zeros([KS, ROWS, BM], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, BM], tl.float32)
+    return acc
+
+
+@triton.jit
+def _step(x, w, row, m, M, k, acc, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
+    return multiply(weights(w, row, k, K, BK, KS), inputs(x, m, M, k, K, BK, KS), acc, KS)
+
+
+@triton.jit
+def _total(acc, KS: tl.constexpr):
+    if KS > 1:
+        acc = tl.sum(acc, axis=0)
+    return acc
+
+
+@triton.jit
+def _halves(acc, HB: tl.constexpr, BM: tl.constexpr):
+    """[2 * HB, BM] -> two of [HB, BM]."""
+    return tl.split(tl.permute(tl.reshape(acc, [2, HB, BM]), (1, 2, 0)))
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_kernel(
+    x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    PER: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """See ``kernels_matmul.matmul``."""
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    first = tl.program_id(0) * PER
+    m = tl.arange(0, BM)
+    if ASK > 0:
+        _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, ASK, WARPS)
+    _begin(PDL)
+    if NORM:
+        scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2), eps, K)
+    acc = _zero(KS, HB, BM)
+    for i in tl.range(0, PER * STEPS):
+        _late(i, PER * STEPS, PDL)
+        n = (first + i // STEPS) * HB + tl.arange(0, HB)
+        row = tl.minimum(n, N - 1)
+        acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
+        if i % STEPS == STEPS - 1:
+            value = _total(acc, KS)
+            if NORM:
+                value = value * scale
+            if BIAS:
+                value = value + tl.load(bias + row).to(tl.float32)[:, None]
+            mask = (n < N)[:, None] & (m < M)[None, :]
+            tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], value.to(out.dtype.element_ty), mask=mask)
+            acc = _zero(KS, HB, BM)
+
+
+@triton.jit(do_not_specialize=["M"])
+def residual_kernel(
+    x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BIAS: tl.constexpr, PER: tl.constexpr,
+    PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """See ``kernels_matmul.matmul_residual``."""
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    first = tl.program_id(0) * PER
+    m = tl.arange(0, BM)
+    if ASK > 0:
+        _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, ASK, WARPS)
+    _begin(PDL)
+    acc = _zero(KS, HB, BM)
+    for i in tl.range(0, PER * STEPS):
+        _late(i, PER * STEPS, PDL)
+        tile = first + i // STEPS
+        n = tile * HB + tl.arange(0, HB)
+        row = tl.minimum(n, N - 1)
+        acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
+        if i % STEPS == STEPS - 1:
+            value = _total(acc, KS)
+            if BIAS:
+                value = value + tl.load(bias + row).to(tl.float32)[:, None]
+            mask = (n < N)[:, None] & (m < M)[None, :]
+            at = m[None, :] * N + n[:, None]
+            old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+            value = (old + value).to(residual.dtype.element_ty)
+            tl.store(residual + at, value, mask=mask)
+            value = tl.where(mask, value.to(tl.float32), 0.0)
+            g = tl.load(gain + row).to(tl.float32)[:, None]
+            tl.store(scaled + at, (value * g).to(scaled.dtype.element_ty), mask=mask)
+            tl.store(squares + m * PARTS + tile, tl.sum(value * value, axis=0), mask=(m < M) & (tile < PARTS))
+            acc = _zero(KS, HB, BM)
+
+
+@triton.jit(do_not_specialize=["M"])
+def swiglu_kernel(
+    x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
+    ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """See ``kernels_matmul.matmul_swiglu``."""
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    first = tl.program_id(0) * PER
+    m = tl.arange(0, BM)
+    r = tl.arange(0, 2 * HB)
+    if ASK > 0:
+        a = _asker(2 * HB, WARPS)
+        _ask(w, tl.minimum(first * HB + tl.where(a < HB, a, F + a - HB), 2 * F - 1), K, 2 * HB, ASK, WARPS)
+    _begin(PDL)
+    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2), eps, K)
+    acc = _zero(KS, 2 * HB, BM)
+    for i in tl.range(0, PER * STEPS):
+        _late(i, PER * STEPS, PDL)
+        tile = first + i // STEPS
+        row = tl.minimum(tile * HB + tl.where(r < HB, r, F + r - HB), 2 * F - 1)
+        acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
+        if i % STEPS == STEPS - 1:
+            gate, up = _halves(_total(acc, KS), HB, BM)
+            gate = gate * scale
+            value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
+            n = tile * HB + tl.arange(0, HB)
+            mask = (n < F)[:, None] & (m < M)[None, :]
+            tl.store(out + m[None, :] * F + n[:, None], value.to(out.dtype.element_ty), mask=mask)
+            acc = _zero(KS, 2 * HB, BM)
+
+
+@triton.jit(do_not_specialize=["M", "width", "capacity"])
+def rotary_kernel(
+    x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
+    K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
+    BIAS: tl.constexpr, TREE: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """See ``kernels_matmul.matmul_rotary``."""
+    HALF: tl.constexpr = D // 2
+    IN: tl.constexpr = HALF // HB  # tiles of a head
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    LAST: tl.constexpr = (HEADS + 2 * KV) * IN - 1
+    first = tl.program_id(0) * PER
+    m = tl.arange(0, BM)
+    live = m < M
+    r = tl.arange(0, 2 * HB)
+    if ASK > 0:
+        asker = _asker(2 * HB, WARPS)
+        ask_a, ask_b = pair(first % IN * HB + asker % HB, TURN, HALF)
+        _ask(w, first // IN * D + tl.where(asker < HB, ask_a, ask_b), K, 2 * HB, ASK, WARPS)
+    _begin(PDL)
+    length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+    slot = length + m % width
+    if TREE:
+        position = length + tl.load(depths + m, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+    else:
+        position = slot
+    position = tl.minimum(position, capacity - 1)  # the table ends where the cache does
+    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2), eps, K)
+    acc = _zero(KS, 2 * HB, BM)
+    for t in tl.range(0, PER * STEPS):
+        _late(t, PER * STEPS, PDL)
+        tile = tl.minimum(first + t // STEPS, LAST)  # past the end: the last one again, which writes the same
+        head = tile // IN
+        row_a, row_b = pair(tile % IN * HB + r % HB, TURN, HALF)
+        row = head * D + tl.where(r < HB, row_a, row_b)
+        acc = _step(x, w, row, m, M, t % STEPS * BK, acc, K, BK, KS)
+        if t % STEPS == STEPS - 1:
+            a, b = _halves(_total(acc, KS), HB, BM)
+            a, b = a * scale, b * scale
+            i = tile % IN * HB + tl.arange(0, HB)
+            ca, cb = pair(i, TURN, HALF)
+            if BIAS:
+                a += tl.load(bias + head * D + ca).to(tl.float32)[:, None]
+                b += tl.load(bias + head * D + cb).to(tl.float32)[:, None]
+            turns = (live & (head < HEADS + KV))[None, :]  # values do not turn
+            turn = position[None, :] * HALF + i[:, None]
+            c = tl.load(cos + turn, mask=turns, other=1.0)
+            s = tl.load(sin + turn, mask=turns, other=0.0)
+            a, b = a * c - b * s, b * c + a * s
+            kind = keys.dtype.element_ty
+            at = ((m // width).to(tl.int64) * KV * capacity + slot)[None, :] * D
+            fits = (live & (slot < capacity))[None, :]
+            if head < HEADS:
+                base = query + m[None, :] * (HEADS * D) + head * D
+                tl.store(base + ca[:, None], a.to(kind), mask=live[None, :])
+                tl.store(base + cb[:, None], b.to(kind), mask=live[None, :])
+            elif head < HEADS + KV:
+                base = keys + at + (head - HEADS).to(tl.int64) * capacity * D
+                tl.store(base + ca[:, None], a.to(kind), mask=fits)
+                tl.store(base + cb[:, None], b.to(kind), mask=fits)
+            else:
+                base = values + at + (head - HEADS - KV).to(tl.int64) * capacity * D
+                tl.store(base + ca[:, None], a.to(kind), mask=fits)
+                tl.store(base + cb[:, None], b.to(kind), mask=fits)
+            acc = _zero(KS, 2 * HB, BM)

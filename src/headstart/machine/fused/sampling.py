@@ -1,0 +1,52 @@
+"""The loops over the vocabulary as kernels: what ``maths.inner`` says, in a few launches.
+
+Knows: which tensors the kernels take, and what does the rest. Does not know: what is drawn, or why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...maths import noise
+from ...maths.inner import Inner
+from ...maths.warp import Warp
+from . import kernels_sampling
+from .kernels_keys import keys
+
+__all__ = ["INNER"]
+
+
+def _fits(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _argmax(x: Tensor) -> Tensor:
+    return kernels_sampling.argmax(x) if _fits(x) else x.argmax(-1)
+
+
+def _race(p: Tensor, words: noise.Keys) -> Tensor:
+    return kernels_sampling.race(p.contiguous(), words) if p.dtype == torch.float32 else noise.race(p, words)
+
+
+def _knobs(warp: Warp) -> dict[str, Any]:
+    return {
+        "temperature": warp.temperature,
+        "top_k": warp.top_k,
+        "top_p": warp.top_p,
+        "min_p": warp.min_p,
+        "cold": warp.cold,
+    }
+
+
+def _sampled(x: Tensor, warp: Warp) -> Tensor:
+    return kernels_sampling.nucleus(x.contiguous(), **_knobs(warp))
+
+
+def _drawn(x: Tensor, warp: Warp, words: noise.Keys) -> tuple[Tensor, Tensor]:
+    return kernels_sampling.nucleus_race(x.contiguous(), words, **_knobs(warp))
+
+
+INNER = Inner(argmax=_argmax, race=_race, keys=keys, sampled=_sampled, drawn=_drawn)
