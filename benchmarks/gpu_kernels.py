@@ -25,11 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.lab.grow import SHAPES, Shape, grow
 from headstart.machine import fused
 from headstart.machine.fused import kernels_matmul as km
+from headstart.machine.fused import kernels_sampling as ks
 from headstart.machine.fused import model as fused_model
 from headstart.machine.fused.kernels_attention import attend
 from headstart.machine.fused.lower import lower
 from headstart.machine.fused.model import FusedModel
 from headstart.machine.fused.plan import AttentionTile, Tile, tile
+from headstart.maths import noise as draws
 
 SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
 SIZES = {"8b": SHAPES["llama-3-8b"], "135m": SMOL, "32b": SHAPES["qwen2.5-32b"]}
@@ -470,7 +472,9 @@ def without(model: FusedModel, name: str) -> dict[str, float]:
 
     whole = seconds(step)
     found = {"whole": whole * 1e6}
-    for part in ("matmul_rotary", "attend", "matmul_swiglu", "matmul_residual", "matmul"):
+    for part in (
+        "matmul_rotary", "attend", "attend_alone", "join_residual", "matmul_swiglu", "matmul_residual", "matmul",
+    ):  # fmt: skip
         real = getattr(fused_model, part)
         setattr(fused_model, part, lambda *a, **k: None)
         found[part] = (whole - seconds(step)) * 1e6 / (1 if part == "matmul" else len(model.weights.layers))
@@ -535,8 +539,36 @@ def steps_big() -> dict[str, Any]:
     return found
 
 
+def sampling() -> dict[str, Any]:
+    """us of one distribution, race and argmax, beside torch's; rows x nodes of one vocabulary."""
+    found: dict[str, Any] = {}
+    for size in (49152, 151936):
+        for rows, nodes in ((1, 1), (1, 9), (8, 4), (32, 9)):
+            x = torch.randn(rows, nodes, size, device="cuda") * 4
+            knob = {name: torch.full((rows,), v, device="cuda") for name, v in (("temperature", 0.8), ("top_p", 0.95))}
+            top_k = torch.full((rows,), 50, device="cuda")
+            base = torch.arange(rows * nodes, device="cuda").view(rows, nodes)
+            keys = draws.keys(draws.seeds(range(rows), "cuda"), base, 0, draws.DRAFT)
+            cases: dict[str, Callable[[], object]] = {
+                "top-p": lambda: ks.nucleus(x, **knob),  # noqa: B023
+                "top-p and race": lambda: ks.nucleus_race(x, keys, **knob),  # noqa: B023
+                "top-k and top-p": lambda: ks.nucleus(x, top_k=top_k, **knob),  # noqa: B023
+                "temperature": lambda: ks.nucleus(x, temperature=knob["temperature"]),  # noqa: B023
+                "race": lambda: ks.race(x, keys),  # noqa: B023
+                "argmax": lambda: ks.argmax(x),  # noqa: B023
+                "torch sort": lambda: x.sort(-1),  # noqa: B023
+                "torch race": lambda: draws.race(x, keys),  # noqa: B023
+                "torch argmax": lambda: x.argmax(-1),  # noqa: B023
+            }
+            line = {name: seconds(body) * 1e6 for name, body in cases.items()}
+            found[f"{rows}x{nodes} of {size}"] = line
+            say(f"{rows} x {nodes} of {size}: " + "  ".join(f"{k} {v:.1f}" for k, v in line.items()))
+    return found
+
+
 PARTS = {
     "check": check,
+    "sampling": sampling,
     "warm": warm,
     "bandwidth": bandwidth,
     "matmul": matmul,

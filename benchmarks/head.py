@@ -68,6 +68,8 @@ def main() -> None:
         str(arguments.draft),
         gamma=arguments.gamma,
         dtype=torch.float32,
+        quantization=None,
+        draft_quantization=None,
         max_rows=arguments.rows,
         max_model_len=1024,
     )

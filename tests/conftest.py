@@ -22,5 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def embedded() -> LLM:
-    """The embedded model with lookup; converted into the cache on first use."""
-    return LLM(draft="lookup", max_rows=4, max_model_len=2048)
+    """The embedded model with lookup, in float32 as Hugging Face runs it; converted into the cache on first use."""
+    return LLM(draft="lookup", dtype="float32", max_rows=4, max_model_len=2048)

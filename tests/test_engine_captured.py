@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from statistics_tools import chi_squared
+from test_drafters_head import SETTINGS, head
+from test_drafters_head import target as head_target
 
 from headstart import LLM, SamplingParams
 from headstart.config import EngineConfig
 from headstart.controller import FixedController
+from headstart.drafters.head import HeadDrafter
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds, draft_lengths
@@ -227,6 +230,27 @@ def test_drafts_from_the_host(plain: LLM) -> None:
     assert run(made, params) == expected
     assert made.stats.accepted > 10
     assert {shape.gamma for shape in played} == {0, 2, 5}
+
+
+@pytest.mark.parametrize("params", [SETTINGS["greedy"], SETTINGS["coupled"], SamplingParams(seed=4, max_tokens=20)])
+def test_a_heads_guesses_are_judged_on_the_device_too(params: SamplingParams) -> None:
+    """The features that the head reads are written by the recorded forward."""
+    found = []
+    for recorded in (False, True):
+        runner = EagerRunner(head_target(), rows=3, max_len=96, margin=40)
+        drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, least_hope=0.0)
+        rounds = CapturedRounds(runner, None, vocab_size=TINY_VOCABULARY, lengths=(0, 1, 2, 4)) if recorded else None
+        config = EngineConfig(max_rows=3)
+        made = Engine(
+            runner, drafter, FixedController(3), config, vocab_size=TINY_VOCABULARY, captured=rounds, max_gamma=4
+        )
+        handles = [made.submit(Request(str(i), tuple(p), params)) for i, p in enumerate(PROMPTS)]
+        while not made.idle:
+            made.step()
+        assert made.stats.accepted > 5
+        assert rounds is None or rounds.recordings > 0
+        found.append(([h.completion().token_ids for h in handles], made.stats.accepted))
+    assert found[0] == found[1]
 
 
 def test_aborting_while_a_round_is_in_flight(plain: LLM) -> None:

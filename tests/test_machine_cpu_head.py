@@ -143,7 +143,7 @@ def test_a_row_does_not_notice_the_others(kind: str) -> None:
     # Rows that only come along change nothing, and keep what they have.
     lengths = [len(tokens) for tokens, _ in texts]
     passing = many.chains(
-        [lengths[0], 0, lengths[2]], [[], feed[1], []], [None, features[1], None], [0, 2, 0], 0.0, 1.0
+        [lengths[0], 0, lengths[2]], [[], feed[1], []], [None, features[1], None], [0, 2, 0], heat=1.0
     )
     assert passing == [[], alone[1][1], []]
     assert many.chains(starts, feed, features, budgets, heat=1.0) == [own[1] for own in alone]

@@ -267,6 +267,33 @@ def test_a_token_alone_and_among_others_is_the_same_to_the_bit(dtype: torch.dtyp
 
 
 @kernels
+@pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+def test_large_matrices_are_streamed_to_the_same_bits_again_and_again() -> None:
+    """Kernels start before the one in front has ended, so a race would show as a difference between two runs."""
+    sizes = {"hidden_size": 2560, "intermediate_size": 6912, "num_attention_heads": 20, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        config = LlamaConfig(**SIZES | sizes | {"head_dim": 128, "num_hidden_layers": 4, "vocab_size": 30011})
+        model = AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)
+    twin = fused.fuse(model, rows=32, capacity=320)
+    text = draw(273, 5)
+    start = torch.tensor([256], device=DEVICE)
+    tokens = torch.tensor([text], device=DEVICE)
+    twin.forward(tokens[:, :256], start - 256, keep=0)
+    together = twin.forward(tokens[:, 256:272], start).clone()
+    own = truth(model, text[:272])[256:]
+    wide = truth(copy.deepcopy(model).float(), text[:272])[256:]
+    assert float((together[0] - wide).norm()) < 1.5 * float((own - wide).norm())
+    for _ in range(8):
+        for width in (1, 2, 8, 9, 16):
+            assert torch.equal(twin.forward(tokens[:, 256 : 256 + width], start)[0], together[0, :width])
+    many = twin.forward(tokens[:, 256:257].expand(32, 1).contiguous(), start.expand(32).contiguous())
+    assert float((many[0] - wide[:1]).norm()) < 1.5 * float((own[:1] - wide[:1]).norm())
+
+
+@kernels
 @pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
 def test_a_captured_forward_reads_lengths_from_the_device() -> None:
     rig = Rig("llama", torch.float32, rows=2)

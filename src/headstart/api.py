@@ -21,6 +21,7 @@ from .drafters.base import Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
+from .drafters.watched import WatchedRunner
 from .engine.engine import Engine, Handle
 from .engine.opening import open_captured
 from .engine.stats import EngineStats
@@ -270,6 +271,14 @@ class LLM:
             "probe": self._check,
         }
 
+    def _head(self, folder: Path, target: WatchedRunner) -> HeadDrafter:
+        def hopes() -> tuple[float, float]:
+            controller = self.engine.parts.controller
+            return controller.least_kept(), controller.least_hope()
+
+        size = min(self._vocab_size, target.vocab_size)
+        return HeadDrafter.load(folder, target, vocab_size=size, hopes=hopes)
+
     def _drafter(self, draft: Model | Drafter | None, target: Runner, dtype: str | torch.dtype) -> Drafter | None:
         if draft is None or isinstance(draft, Drafter):
             return draft
@@ -277,13 +286,12 @@ class LLM:
             shipped = embedded_draft()
             if shipped is None:
                 return drafter_named("lookup")
-            head = HeadDrafter.load(shipped, target, vocab_size=min(self._vocab_size, target.vocab_size))
-            return PortfolioDrafter(head, self._worth_drafting)
+            return PortfolioDrafter(self._head(shipped, target), self._worth_drafting)
         if isinstance(draft, str) and draft in registered_drafters():
             return drafter_named(draft)
         folder = head_folder(draft)
         if folder is not None:
-            return HeadDrafter.load(folder, target, vocab_size=min(self._vocab_size, target.vocab_size))
+            return self._head(folder, target)
         opened = load_draft(draft, self._draft_quantization, dtype=dtype, **self._placement)
         loaded = opened.loaded
         difference = same_tokenizer(self._target, loaded)

@@ -42,6 +42,9 @@ class Controller(Protocol):
     def least_hope(self) -> float:
         """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
 
+    def least_kept(self) -> float:
+        """The same for a token that is drafted already, and now is worth verifying or not."""
+
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
 
@@ -76,6 +79,8 @@ class FixedController:
 
     def least_hope(self) -> float:
         return 0.0
+
+    least_kept = least_hope
 
     def forget(self, sequence_id: str) -> None:
         pass
@@ -226,13 +231,24 @@ class AdaptiveController:
         A token's own chance is known only when its step is paid, so the last one's has to tell: divided by what the
         next one is usually worth.
         """
-        table = self._costs.table(self._rows)
-        if not table or not self._draft_step or not self._pace:
+        pace, wider = self._pace_and_price()
+        if not pace or not self._draft_step:
             return 0.0
-        emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
-        pace = max(emitted / seconds, self._rows / table[0][1])
-        wider = max(0.0, table[-1][1] - table[0][1]) / max(1, table[-1][0] - table[0][0])
         return pace * (median(self._draft_step) + wider) / self._shared_hits(0).rate
+
+    def least_kept(self) -> float:
+        pace, wider = self._pace_and_price()
+        return pace * wider
+
+    def _pace_and_price(self) -> tuple[float, float]:
+        """Tokens a second of the last rounds, and seconds that a wider forward takes for each token more; 0 while not
+        known."""
+        table = self._costs.table(self._rows)
+        if not table or not self._pace:
+            return 0.0, 0.0
+        emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
+        wider = max(0.0, table[-1][1] - table[0][1]) / max(1, table[-1][0] - table[0][0])
+        return max(emitted / seconds, self._rows / table[0][1]), wider
 
     def forget(self, sequence_id: str) -> None:
         self._own.pop(sequence_id, None)

@@ -31,6 +31,7 @@ def chat(
     verification: common.Rule = "block",
     speculate: common.Speculate = True,
     dtype: common.Dtype = "auto",
+    quantization: common.Quantization = "auto",
     device: common.Device = None,
     context: common.Context = None,
 ) -> None:
@@ -46,7 +47,7 @@ def chat(
         verification=verification,
         speculate=speculate,
     )
-    llm = common.open_llm(model, draft, gamma, dtype=dtype, device=device, context=context)
+    llm = common.open_llm(model, draft, gamma, dtype=dtype, quantization=quantization, device=device, context=context)
     console, notes = Console(highlight=False, soft_wrap=True), common.errors_console()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

@@ -24,6 +24,7 @@ __all__ = [
     "MaxTokens",
     "MinP",
     "ModelName",
+    "Quantization",
     "Rule",
     "Seed",
     "Speculate",
@@ -62,6 +63,12 @@ Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text. May
 Rule = Annotated[str, typer.Option("--verification", help="block, token or coupled.")]
 Speculate = Annotated[bool, typer.Option("--speculate/--plain", help="--plain decodes without drafting.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        help="Weights on a CPU: int8, int4, none, or auto (the embedded model's own 4-bit weights; others as they are)."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... Without it: a GPU if there is one.")]
 Context = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
 
@@ -72,7 +79,15 @@ def errors_console() -> Console:
 
 
 def open_llm(
-    model: str | None, draft: str, gamma: str, *, dtype: str, device: str | None, context: int | None, rows: int = 1
+    model: str | None,
+    draft: str,
+    gamma: str,
+    *,
+    dtype: str,
+    quantization: str,
+    device: str | None,
+    context: int | None,
+    rows: int = 1,
 ) -> Any:
     """Load with a progress line on a terminal. The import is here because it takes seconds and help need not wait."""
     amount: int | str = gamma
@@ -91,6 +106,7 @@ def open_llm(
             None if draft == "none" else draft,
             gamma=amount,  # type: ignore[arg-type]  # checked by DraftConfig
             dtype=dtype,
+            quantization=None if quantization == "none" else quantization,  # type: ignore[arg-type]  # checked there
             device=device,
             max_model_len=context,
             max_rows=rows,

@@ -211,6 +211,7 @@ def _card(
             f"{', '.join(map(str, c.watch))}, with {c.vocab} output words; {weights / 1e6:.1f}M weights."
         )
     else:
+        assert isinstance(student, ModelStudent)
         wide = student.model.get_input_embeddings().weight.shape[1]
         shape = f"A causal language model of {settings.layers} layers, {wide} wide, {weights / 1e6:.1f}M weights."
     trained = settings.train

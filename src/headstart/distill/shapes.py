@@ -169,5 +169,6 @@ def _narrowed(table: Tensor, width: int) -> Tensor:
     """Rows [V, H] seen in the ``width`` directions in which they spread most, as long in the mean as before."""
     rows = table.detach().float()
     _, directions = torch.linalg.eigh(rows.T @ rows)  # rising
-    found = rows @ directions[:, -width:].flip(1)
-    return found * (rows.norm(dim=1).mean() / found.norm(dim=1).mean())
+    found: Tensor = rows @ directions[:, -width:].flip(1)
+    scale: Tensor = rows.norm(dim=1).mean() / found.norm(dim=1).mean()
+    return found * scale

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -267,10 +267,10 @@ class Trainer:
 
 
 def _optimizers(
-    weights: list[Tensor], tables: list[Tensor], settings: TrainSettings, cuda: bool
+    weights: Sequence[Tensor], tables: Sequence[Tensor], settings: TrainSettings, cuda: bool
 ) -> list[torch.optim.Optimizer]:
     """One for all weights, or Muon for the matrices and AdamW for the rest."""
-    rest, found = weights, list[torch.optim.Optimizer]()
+    rest, found = list(weights), list[torch.optim.Optimizer]()
     if settings.optimizer == "muon":
         words = {id(table) for table in tables}
         matrices = [w for w in weights if w.ndim == 2 and id(w) not in words]

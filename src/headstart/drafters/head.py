@@ -11,15 +11,12 @@ committed, the true features take their place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..errors import ModelRefused
 from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
 from ..machine.cpu.library import MatrixRecord
 from ..machine.cpu.runner import CpuRunner
@@ -28,30 +25,17 @@ from ..machine.kvcache import Slab
 from ..types import DraftView, Proposal
 from .base import Drafter
 from .pen import AGREEMENT_HEAT, Pen, just_argmax
+from .watched import WatchedRunner, check_shapes
 
-__all__ = ["HeadDrafter", "WatchedRunner"]
+__all__ = ["HeadDrafter"]
 
 CATCH_UP = 16  # a row that is further behind than this is brought level on its own
 CHUNK = 1024  # slots of a long prompt that are read at once
 DEPTH = 8  # levels of a tree
 LEAST_HOPE = 0.15  # about what a drafted token costs in tokens: drafting, and verifying one more
 
+Hopes = Callable[[], tuple[float, float]]
 Asked = dict[str, tuple[DraftView, int]]  # sequence id -> the sequence and its budget
-
-
-class WatchedRunner(Protocol):
-    """What the head needs of the target's runner."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...
-    @property
-    def slab(self) -> Slab: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    def watch(self, layers: Sequence[int]) -> None: ...
-    def features(self, row: int, start: int, stop: int) -> Tensor: ...
 
 
 class HeadDrafter(Drafter):
@@ -60,18 +44,28 @@ class HeadDrafter(Drafter):
     name = "head"
 
     def __init__(
-        self, net: HeadNet, target: WatchedRunner, *, vocab_size: int, least_hope: float | None = None, branch: int = 1
+        self,
+        net: HeadNet,
+        target: WatchedRunner,
+        *,
+        vocab_size: int,
+        least_hope: float | None = None,
+        hopes: Hopes | None = None,
+        branch: int = 1,
     ) -> None:
         """``least_hope``: a chain ends before the token that is reached with less than this chance, by the head's own
-        probabilities; 0: never, None: what suits the device. ``branch``: above 1 drafts trees, with this many of the
-        likeliest tokens behind a node; the budget then counts nodes."""
-        _check_shapes(net, target, vocab_size)
+        probabilities; 0: never, None: what suits the device. ``hopes`` is asked for it once a draft, and for the chance
+        below which nothing is drafted behind a token (``Controller.least_kept`` and ``least_hope``, summed over the
+        rows). ``branch``: above 1 drafts trees, with this many of the likeliest tokens behind a node; the budget then
+        counts nodes."""
+        check_shapes(net, target, vocab_size)
         self.net = net.to(target.device).eval().requires_grad_(False)
         self.target = target
         self.vocab_size = vocab_size
         # To ask how likely a token is means to wait for the device, which is free on a CPU only.
         self.least_hope = least_hope if least_hope is not None else LEAST_HOPE * (target.device.type == "cpu")
-        self.least_next = 0.0
+        self._hopes = hopes if target.device.type == "cpu" else None
+        self.ends_itself = self._hopes is not None
         self.branch = branch
         slab = target.slab
         self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
@@ -83,9 +77,9 @@ class HeadDrafter(Drafter):
         target.watch(net.config.watch)
 
     @staticmethod
-    def load(folder: Path, target: WatchedRunner, *, vocab_size: int) -> HeadDrafter:
+    def load(folder: Path, target: WatchedRunner, *, vocab_size: int, hopes: Hopes | None = None) -> HeadDrafter:
         """The head in ``folder`` (see ``machine.head``), for the model that ``target`` runs."""
-        drafter = HeadDrafter(load_head(folder), target, vocab_size=vocab_size)
+        drafter = HeadDrafter(load_head(folder), target, vocab_size=vocab_size, hopes=hopes)
         if not drafter.use_kernel():
             drafter.net.shrink()
         return drafter
@@ -170,9 +164,7 @@ class HeadDrafter(Drafter):
 
     @property
     def _embedding(self) -> Tensor:
-        """The target's embedding table [V, H]."""
-        if isinstance(self.target, CpuRunner):
-            return self.target.embedding
+        """The target's embedding table [V, H], where it is not packed."""
         weight: Tensor = self.target.model.get_input_embeddings().weight
         return weight
 
@@ -270,6 +262,7 @@ class HeadDrafter(Drafter):
         views = [asked[key][0] if key in asked else some for key in keys]
         pen = Pen(views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
+        least_hope, least_next = self._least(len(asked))
         reached: Tensor | float = 1.0
         drawn: list[Tensor] = []
         for offset in range(max(budgets)):
@@ -278,15 +271,23 @@ class HeadDrafter(Drafter):
                 logits, y = self._next(ends, drawn[-1].clamp_min(0), y)
                 ends = [end + 1 for end in ends]
             drawn.append(pen.draw(logits, offset))
-            if self.least_hope:
+            if least_hope or least_next:
                 # What ends a chain is the distribution a token is drawn from, never the token.
                 reached = reached * pen.hopes()
-                if offset:
-                    weak = (reached < self.least_hope).tolist()
-                    budgets = [min(b, offset) if w else b for b, w in zip(budgets, weak, strict=True)]
-                    if max(budgets) <= offset:
-                        break
+                for row, chance in enumerate(reached.tolist()):
+                    end = offset if offset and chance < least_hope else offset + 1
+                    if chance < max(least_hope * (offset > 0), least_next):
+                        budgets[row] = min(budgets[row], end)
+                if max(budgets) <= offset + 1:
+                    break
         return self._proposals(asked, keys, budgets, torch.stack(drawn, dim=1).tolist(), pen)
+
+    def _least(self, rows: int) -> tuple[float, float]:
+        """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
+        if self._hopes is None:
+            return self.least_hope, 0.0
+        kept, followed = self._hopes()
+        return (kept or self.least_hope) / rows, followed / rows
 
     def _first(self, asked: Asked) -> tuple[list[str], list[int], Tensor, Tensor | None]:
         """Catch up, and the logits [R, W] of what follows. The last is for ``_next``; the kernel keeps it to itself."""
@@ -314,14 +315,9 @@ class HeadDrafter(Drafter):
         keys, starts, feed = self._missing(asked)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
         features = self._all_features(keys, starts, feed)
+        kept, followed = self._least(len(asked))
         drafted = kernel.chains(
-            starts,
-            feed,
-            features,
-            budgets,
-            heat=AGREEMENT_HEAT,
-            least_hope=self.least_hope,
-            least_next=self.least_next,
+            starts, feed, features, budgets, heat=AGREEMENT_HEAT, least_hope=kept, least_next=followed
         )
         for row, line in enumerate(feed):
             self.slab.extend(row, line)
@@ -394,19 +390,3 @@ def _kept(order: list[int], tokens: list[int], parents: list[int], budget: int) 
     chosen = sorted(order[:budget])
     number = {-1: -1} | {node: i for i, node in enumerate(chosen)}
     return Proposal(tuple(tokens[node] for node in chosen), tuple(number[parents[node]] for node in chosen))
-
-
-def _check_shapes(net: HeadNet, target: WatchedRunner, vocab_size: int) -> None:
-    """Refuse a head that was made for another target."""
-    c = net.config
-    config = target.model.config.get_text_config(decoder=True)
-    hidden = target.model.get_input_embeddings().weight.shape[1]
-    mine = (c.target_hidden, c.target_layers, c.target_vocab)
-    theirs = (int(hidden), int(config.num_hidden_layers), target.vocab_size)
-    if mine != theirs:
-        raise ModelRefused(
-            "this draft head was trained for another target: one with hidden size {}, {} layers and {} tokens; this "
-            "one has {}, {} and {}; train one with `headstart distill`, or use draft='lookup'".format(*mine, *theirs)
-        )
-    if int(net.ids.max()) >= vocab_size:
-        raise ModelRefused(f"this draft head says token {int(net.ids.max())}, but the tokenizer has only {vocab_size}")

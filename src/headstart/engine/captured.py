@@ -183,8 +183,9 @@ class CapturedRounds:
         return self._coarse(Shape(rows, gamma, kind_of([s.params for s in sequences], drafted=gamma > 0), bound))
 
     def _coarse(self, shape: Shape) -> Shape:
-        """The program that does everything is seldom wanted, and recorded for the largest bound only."""
-        return replace(shape, bound=self._bounds[-1]) if shape.kind == "full" else shape
+        """Programs that are seldom wanted are recorded for the largest bound only."""
+        seldom = shape.kind == "full" or (shape.kind == "coupled" and shape.gamma > 0)
+        return replace(shape, bound=self._bounds[-1]) if seldom else shape
 
     def _missing(self, shape: Shape) -> bool:
         return self._sealed and shape not in self._verifies

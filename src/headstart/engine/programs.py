@@ -69,7 +69,7 @@ class Programs:
         self._target, self._drafter = target, drafter
         rows, device = len(state.lengths), state.device
         self.most = most
-        self.drafts = torch.zeros(most, rows, dtype=torch.int64, device=device)  # a step's tokens stand together
+        self.drafts = torch.zeros(most, rows + rows % 2, dtype=torch.int64, device=device)  # a step's stand together
         self._q = torch.zeros(rows * most * target.vocab_size, device=device)
         self.result = torch.zeros(rows, most + 3, dtype=torch.int64, device=device)  # accepted, token, ok, drafted
         top = min(MAX_LOGPROBS, state.vocab_size)
@@ -129,11 +129,11 @@ class Programs:
         runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
         warp = s.warp(rows, shape.kind, draft=True)
         places = torch.arange(count, device=s.device)
-        slots = at + (places + torch.where(places > 0, fed.shape[1] - 1, 0))[:, None]  # [N, R]
+        slots = _aligned(at + (places + torch.where(places > 0, fed.shape[1] - 1, 0))[:, None])  # [N, R]
         keys = None
         if shape.kind != "greedy":
             words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.inner)
-            keys = tuple(word.T.contiguous() for word in words)
+            keys = tuple(_aligned(word.T) for word in words)
         for i in range(count):
             logits = self._drafter.fit(runner.device_forward(fed, slots[i], 1, shape.bound)[:, 0])
             mine = None if keys is None else (keys[0][i], keys[1][i])
@@ -215,3 +215,11 @@ class Programs:
         self.logprobs.chosen[:rows, :nodes] = chances.gather(-1, emitted.clamp_max(s.vocab_size - 1)[..., None])[..., 0]
         self.logprobs.best[:rows, :nodes] = best.values
         self.logprobs.ids[:rows, :nodes] = best.indices
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x [N, R] with every line at a multiple of 16 bytes: Triton compiles a kernel anew for each alignment it meets."""
+    lines, width = x.shape
+    wide = x.new_zeros(lines, -(-width // 4) * 4)
+    wide[:, :width] = x
+    return wide[:, :width]

@@ -41,6 +41,12 @@ class Topology:
             if width <= longest:
                 raise ValueError(f"a width of {width} nodes cannot hold a draft of {longest} tokens and the root")
             longest = width - 1
+        if torch.device(device).type == "cpu":  # a dozen small tensors, the same ones round after round
+            return _chain_on_cpu(tuple(lengths), longest)
+        return Topology._chain(lengths, longest, device)
+
+    @staticmethod
+    def _chain(lengths: Sequence[int], longest: int, device: torch.device | str) -> Topology:
         rows = len(lengths)
         node = torch.arange(longest + 1, device=device)
         valid = node <= torch.tensor(lengths, dtype=torch.int64, device=device).unsqueeze(1)
@@ -118,3 +124,9 @@ def _shape(parents: tuple[int, ...]) -> _Shape:
             waiting.extend(reversed(children[node]))
     table = tuple(tuple(other in line for other in range(len(parent))) for line in lines)
     return _Shape(parent, tuple(depth), table, tuple(events), parents == tuple(range(-1, len(parents) - 1)))
+
+
+@lru_cache(maxsize=256)
+def _chain_on_cpu(lengths: tuple[int, ...], longest: int) -> Topology:
+    with torch.inference_mode(False):
+        return Topology._chain(lengths, longest, "cpu")

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -119,11 +120,11 @@ class Packed:
         kind, outputs, inputs = self._matrices[name]
         return MatrixRecord(KINDS[kind], outputs, inputs, self.address(name), self.address(bias) if bias else None)
 
-    def rows(self, name: str, which: Sequence[int]) -> Tensor:
+    def rows(self, name: str, which: Tensor) -> Tensor:
         """Rows of a matrix as floats [len(which), inputs], as the kernels see them."""
         record = self.matrix(name)
         found = torch.empty(len(which), record.inputs)
-        numbers = torch.tensor(list(which), dtype=torch.int32)
+        numbers = which.to(torch.int32).contiguous()
         kernels().hs_unpack(ctypes.byref(record), numbers.data_ptr(), len(which), found.data_ptr())
         return found
 
@@ -145,8 +146,8 @@ def why_not(model: nn.Module) -> str | None:
     reason = why_not_lowered(model)
     if reason is not None:
         return reason
-    config = model.config
-    if config.hidden_size % GROUP or config.intermediate_size % GROUP:  # type: ignore[union-attr]
+    config: Any = model.config
+    if config.hidden_size % GROUP or config.intermediate_size % GROUP:
         return f"its widths are not multiples of {GROUP}"
     return None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -150,11 +149,6 @@ class CpuRunner:
             logits = self.forward(slice(row, row + 1), ids, self.slab.lengths[row : row + 1], keep=1 if last else 0)
             self.slab.extend(row, piece)
         return logits
-
-    @cached_property
-    def embedding(self) -> Tensor:
-        """The embedding table as floats [V, H], made when first asked for."""
-        return self.packed.rows("embedding", range(self.vocab_size))
 
     # -- hidden states, for drafters that read them
 

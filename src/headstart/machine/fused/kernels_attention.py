@@ -28,7 +28,7 @@ _LOG2E = 1.4426950408889634
 @triton.jit
 def _reach(lengths, row, width, last_query, window, TREE: tl.constexpr, WINDOW: tl.constexpr):
     """First and past-the-last key that any of the tile's queries may see, and the row's length."""
-    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.load(lengths + row, cache_modifier=".cg").to(tl.int32)
     low = tl.maximum(length - window + 1, 0) if WINDOW else 0
     high = length + (width if TREE else tl.minimum(width, last_query + 1))
     return length, low, high
@@ -88,7 +88,7 @@ def _attend_kernel(
         head = kv * G + t % G
         inside = live[:, None] & (d < D)[None, :]
         q_at = (token * HEADS + head)[:, None] * D + d[None, :]
-        q = tl.load(query + q_at, mask=inside, other=0.0)
+        q = tl.load(query + q_at, mask=inside, other=0.0, cache_modifier=".cg")
         base = (row * KV + kv).to(tl.int64) * capacity * D
         if TREE:
             bits = tl.load(ancestors + token, mask=live, other=0)
@@ -197,7 +197,7 @@ def _attend_one_kernel(
         v, _ = _old_keys(values, base, j, length, window, D, DP, WINDOW)
         if PDL == 2:
             wait(PDL)
-        q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0)
+        q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
         # The new token's key, where this chunk holds it.
         mine = (d < D) & (length < start + CHUNK)
         new_k = tl.load(keys + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -253,13 +253,14 @@ def _join_kernel(
     for at in tl.range(first // GROUP * GROUP, last, GROUP):
         s = at + tl.arange(0, GROUP)
         mine = (s >= first) & (s < last)
-        peak = tl.load(stats + (slot + s) * 2, mask=mine, other=float("-inf"))
-        mass = tl.load(stats + (slot + s) * 2 + 1, mask=mine, other=0.0)
+        peak = tl.load(stats + (slot + s) * 2, mask=mine, other=float("-inf"), cache_modifier=".cg")
+        mass = tl.load(stats + (slot + s) * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
         new = tl.maximum(top, tl.max(peak, axis=0))
         safe = tl.where(new == float("-inf"), 0.0, new)
         weight = tl.exp2(peak - safe)
         fade = tl.exp2(top - safe)
-        values = tl.load(part + (slot + s)[:, None] * D + d[None, :], mask=mine[:, None] & (d < D)[None, :], other=0.0)
+        at_part = part + (slot + s)[:, None] * D + d[None, :]
+        values = tl.load(at_part, mask=mine[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
         acc = acc * fade + tl.sum(values * weight[:, None], axis=0)
         total = total * fade + tl.sum(mass * weight, axis=0)
         top = new

@@ -126,16 +126,16 @@ def product(
 
 @triton.jit
 def square_parts(squares, m, M, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
-    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2)."""
+    """[BM, PARTS_2] what the programs that wrote x left of sum(x^2). Not through L1, which may be older than L2."""
     p = tl.arange(0, PARTS_2)
     mask = (m < M)[:, None] & (p < PARTS)[None, :]
-    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=mask, other=0.0)
+    return tl.load(squares + m[:, None] * PARTS + p[None, :], mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def inverse_rms(parts, eps, K: tl.constexpr):
     """[1, BM] 1 / sqrt(mean(x^2) + eps)."""
-    return tl.rsqrt(tl.sum(parts, axis=1) / K + eps)[None, :]
+    return tl.rsqrt((tl.sum(parts, axis=1) / K).to(tl.float32) + eps)[None, :]
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def _mix64(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def _keys_kernel(
     seeds, base, offset, stream, low, high, count, width,
     OFFSET: tl.constexpr, STREAM: tl.constexpr, WIDE_BASE: tl.constexpr, BLOCK: tl.constexpr,

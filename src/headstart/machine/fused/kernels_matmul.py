@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import kernels_stream as stream
 from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, wait
-from .plan import PROGRAMS, Tile, power_of_two
+from .plan import LATE, PROGRAMS, Tile, power_of_two
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
 
@@ -187,7 +187,7 @@ def _launch(
         return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else 1}
     per = triton.cdiv(tiles, PROGRAMS)
     ask = min(t.prefetch // (2 * t.rows if pair else t.rows), inputs * x.element_size()) // 16 * 16
-    options |= {"PER": per, "ASK": ask, "WARPS": t.warps}
+    options |= {"PER": per, "ASK": ask, "LATE": LATE, "WARPS": t.warps}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
     return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded}

@@ -158,7 +158,13 @@ def _search_kernel(
     FIRST: the search begins. MAKE: nobody has written the probabilities yet.
     """
     chunk, m = tl.program_id(0), tl.program_id(1)
+    row = out + m.to(tl.int64) * V
+    v = chunk * B + tl.arange(0, B)
     wait(PDL)
+    if MAKE:
+        x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
+    else:
+        p = tl.load(row + v, mask=v < V, other=0.0, cache_modifier=".cg")
     heat = _knob(temperature, m, nodes, HEAT)
     top, total = _scale(peaks, sums, m, heat, C, HEAT, COLD, LIB)
     most = tl.minimum(tl.load(top_k + m // nodes), V).to(tl.int32) if TOP_K else 0
@@ -184,15 +190,10 @@ def _search_kernel(
         tl.store(state + m * 4 + 3, goal.to(tl.int32, bitcast=True))
     j = tl.arange(0, J)
     tries = tl.where(j == 0, first, low + j * step)
-    row = out + m.to(tl.int64) * V
-    v = chunk * B + tl.arange(0, B)
     if MAKE:
-        x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
         p = tl.div_rn(_weight(x, top, heat, HEAT, COLD, LIB), total)
         tl.store(row + v, p, mask=v < V)
         tl.debug_barrier()  # other threads of this program read it
-    else:
-        p = tl.load(row + v, mask=v < V, other=0.0, cache_modifier=".cg")
     b = tl.where(v < V, _bits(p), -1)
     at = (m * C + chunk) * J + j
     if tl.sum(((b >= first) & (b < high)).to(tl.int32), axis=0) > 0:

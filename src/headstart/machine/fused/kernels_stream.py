@@ -8,10 +8,12 @@ which tile is fast (``plan``), or how a caller states its wish (``kernels_matmul
 A program takes PER tiles of HB weight rows (or of HB pairs of rows) one after another in a single loop, so that the
 next tile's weights are on their way while the last one's sums are written. Its KS warps take different channels of a
 loop step. Which sums are added in which order depends on BK and KS alone, not on the tile's rows, on the number of
-programs or on how many tokens there are.
+programs or on how many tokens there are. How the compiler adds up a tile's columns might depend on that, so sums of
+squares are made in float64, where squares of bfloat16 numbers add up exactly in any order.
 
-Before it waits for its input a program asks the beginning of its weights into L2; four steps before its end it lets
-the next kernel start, whose programs then take the places of those that have ended.
+Before it waits for its input a program asks the beginning of its weights into L2; shortly before its end it lets the
+next kernel start, whose programs then take the places of those that have ended. What other kernels wrote is not read
+through L1: with such early starts L1 may be older than L2.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ import triton.language as tl
 from .kernels_blocks import inputs, inverse_rms, multiply, pair, square_parts, weights
 
 __all__ = ["matmul_kernel", "residual_kernel", "rotary_kernel", "swiglu_kernel"]
-
-_LATE = tl.constexpr(4)  # loop steps before the end at which the next kernel may start
 
 
 @triton.jit
@@ -56,10 +56,10 @@ def _begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def _late(i, STEPS: tl.constexpr, PDL: tl.constexpr):
-    """Let the next kernel start if the end is near."""
+def _late(i, STEPS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+    """Let the next kernel start LATE steps before the end; if LATE is 0, when this one has ended."""
     if PDL > 0:  # noqa: SIM102 - one is known when compiling, the other is not
-        if i == (STEPS - _LATE if STEPS > _LATE else 0):
+        if i == (STEPS - LATE if STEPS > LATE else 0):
             tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -94,7 +94,7 @@ def _halves(acc, HB: tl.constexpr, BM: tl.constexpr):
 def matmul_kernel(
     x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    PER: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    PER: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul``."""
     STEPS: tl.constexpr = (K + BK - 1) // BK
@@ -104,10 +104,10 @@ def matmul_kernel(
         _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, ASK, WARPS)
     _begin(PDL)
     if NORM:
-        scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2), eps, K)
+        scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
     acc = _zero(KS, HB, BM)
     for i in tl.range(0, PER * STEPS):
-        _late(i, PER * STEPS, PDL)
+        _late(i, PER * STEPS, LATE, PDL)
         n = (first + i // STEPS) * HB + tl.arange(0, HB)
         row = tl.minimum(n, N - 1)
         acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
@@ -126,7 +126,7 @@ def matmul_kernel(
 def residual_kernel(
     x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BIAS: tl.constexpr, PER: tl.constexpr,
-    PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_residual``."""
     STEPS: tl.constexpr = (K + BK - 1) // BK
@@ -137,7 +137,7 @@ def residual_kernel(
     _begin(PDL)
     acc = _zero(KS, HB, BM)
     for i in tl.range(0, PER * STEPS):
-        _late(i, PER * STEPS, PDL)
+        _late(i, PER * STEPS, LATE, PDL)
         tile = first + i // STEPS
         n = tile * HB + tl.arange(0, HB)
         row = tl.minimum(n, N - 1)
@@ -148,13 +148,14 @@ def residual_kernel(
                 value = value + tl.load(bias + row).to(tl.float32)[:, None]
             mask = (n < N)[:, None] & (m < M)[None, :]
             at = m[None, :] * N + n[:, None]
-            old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+            old = tl.load(residual + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             value = (old + value).to(residual.dtype.element_ty)
             tl.store(residual + at, value, mask=mask)
-            value = tl.where(mask, value.to(tl.float32), 0.0)
+            value = tl.where(mask, value.to(tl.float64), 0.0)
             g = tl.load(gain + row).to(tl.float32)[:, None]
-            tl.store(scaled + at, (value * g).to(scaled.dtype.element_ty), mask=mask)
-            tl.store(squares + m * PARTS + tile, tl.sum(value * value, axis=0), mask=(m < M) & (tile < PARTS))
+            tl.store(scaled + at, (value.to(tl.float32) * g).to(scaled.dtype.element_ty), mask=mask)
+            part = tl.sum(value * value, axis=0).to(tl.float32)
+            tl.store(squares + m * PARTS + tile, part, mask=(m < M) & (tile < PARTS))
             acc = _zero(KS, HB, BM)
 
 
@@ -162,7 +163,7 @@ def residual_kernel(
 def swiglu_kernel(
     x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
-    ASK: tl.constexpr, WARPS: tl.constexpr,
+    LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_swiglu``."""
     STEPS: tl.constexpr = (K + BK - 1) // BK
@@ -173,10 +174,10 @@ def swiglu_kernel(
         a = _asker(2 * HB, WARPS)
         _ask(w, tl.minimum(first * HB + tl.where(a < HB, a, F + a - HB), 2 * F - 1), K, 2 * HB, ASK, WARPS)
     _begin(PDL)
-    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2), eps, K)
+    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
     acc = _zero(KS, 2 * HB, BM)
     for i in tl.range(0, PER * STEPS):
-        _late(i, PER * STEPS, PDL)
+        _late(i, PER * STEPS, LATE, PDL)
         tile = first + i // STEPS
         row = tl.minimum(tile * HB + tl.where(r < HB, r, F + r - HB), 2 * F - 1)
         acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
@@ -195,7 +196,7 @@ def rotary_kernel(
     x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
     K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
-    BIAS: tl.constexpr, TREE: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    BIAS: tl.constexpr, TREE: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_rotary``."""
@@ -219,10 +220,10 @@ def rotary_kernel(
     else:
         position = slot
     position = tl.minimum(position, capacity - 1)  # the table ends where the cache does
-    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2), eps, K)
+    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
     acc = _zero(KS, 2 * HB, BM)
     for t in tl.range(0, PER * STEPS):
-        _late(t, PER * STEPS, PDL)
+        _late(t, PER * STEPS, LATE, PDL)
         tile = tl.minimum(first + t // STEPS, LAST)  # past the end: the last one again, which writes the same
         head = tile // IN
         row_a, row_b = pair(tile % IN * HB + r % HB, TURN, HALF)

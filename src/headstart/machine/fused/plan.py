@@ -12,11 +12,22 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ALONE_CHUNK", "ALONE_SPLITS", "PROGRAMS", "AttentionTile", "Tile", "attention_tile", "power_of_two", "tile"]
+__all__ = [
+    "ALONE_CHUNK",
+    "ALONE_SPLITS",
+    "LATE",
+    "PROGRAMS",
+    "AttentionTile",
+    "Tile",
+    "attention_tile",
+    "power_of_two",
+    "tile",
+]
 
 
 PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
 
+LATE = 4  # loop steps before its end at which a streaming kernel lets the next one start
 ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
 ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
 
@@ -58,7 +69,11 @@ def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, alone:
     rows = _balanced(outputs // 2 if pair else outputs, 16 if pair else 32)
     while pair and pair % rows:
         rows //= 2
-    return Tile(rows=rows, depth=512, slices=4, warps=4, stages=4, prefetch=32768)
+    small = (2 * rows if pair else rows) <= 16
+    # Two kernels on one multiprocessor slow each other down, so a tile's stages take about half of its memory.
+    if not pair and outputs * inputs <= 1 << 25:  # a program has one short tile: more and smaller steps
+        return Tile(rows=rows, depth=256, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
+    return Tile(rows=rows, depth=512, slices=4, warps=4, stages=5 if small else 4, prefetch=32768)
 
 
 def _balanced(outputs: int, most: int) -> int:
@@ -86,9 +101,9 @@ class AttentionTile:
 def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) -> AttentionTile:
     """The tile for heads of this width. ``draft``: latency is all, and one token's sums need not be a wider step's."""
     chunk = 1024 if head_dim <= 64 else 512
+    queries = 64 if head_dim <= 128 else 32
     if dtype == torch.float32:
-        queries = 64 if head_dim <= 128 else 32
         return AttentionTile(chunk, keys=32, warps=4, stages=2, queries=queries, one=32 if draft else 0)
     if draft:
         return AttentionTile(chunk, keys=64, warps=8, stages=2, queries=16, one=256 if head_dim <= 64 else 128)
-    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=16, one=0)
+    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=queries, one=0)

@@ -19,35 +19,57 @@ struct Query {
     int head;
 };
 
-static HS_INLINE vf dots(const float* q, const float* keys, int dim) {
-    vf part[LANES];
-    for (int k = 0; k < LANES; k++) {
-        vf s = load(q) * load(keys + k * dim);
-        for (int d = LANES; d < dim; d += LANES) s = fma(load(q + d), load(keys + k * dim + d), s);
-        part[k] = s;
-    }
+// Keys as they lie in the slab, or turned into floats once for several queries. The numbers are the same: a half float is
+// exactly a float.
+HS_INLINE vf load_any(const float* p) { return load(p); }
+HS_INLINE vf load_any(const uint16_t* p) { return load_half(p); }
+
+template <int PARTS, typename T> static HS_INLINE vf dot(const vf* q, const T* key) {
+    vf s = q[0] * load_any(key);
+    for (int i = 1; i < PARTS; i++) s = fma(q[i], load_any(key + i * LANES), s);
+    return s;
+}
+
+template <int PARTS, typename T> static HS_INLINE vf dots(const float* query, const T* keys) {
+    constexpr int dim = PARTS * LANES;
+    vf q[PARTS], part[LANES];
+    for (int i = 0; i < PARTS; i++) q[i] = load(query + i * LANES);
+    for (int k = 0; k < LANES; k++) part[k] = dot<PARTS>(q, keys + k * dim);
     return sums(part);
 }
 
-static __attribute__((noinline)) void score(const Query& query, const float* keys, int base, int dim) {
-    store(query.scores + base, dim == 64 ? dots(query.q, keys, 64) : dots(query.q, keys, dim));
+template <typename T> static __attribute__((noinline)) void score(const Query& query, const T* keys, int base, int dim) {
+    vf found;
+    switch (dim / LANES) {
+        case 2: found = dots<2>(query.q, keys); break;
+        case 4: found = dots<4>(query.q, keys); break;
+        case 6: found = dots<6>(query.q, keys); break;
+        case 8: found = dots<8>(query.q, keys); break;
+        case 10: found = dots<10>(query.q, keys); break;
+        case 12: found = dots<12>(query.q, keys); break;
+        case 14: found = dots<14>(query.q, keys); break;
+        default: found = dots<16>(query.q, keys);
+    }
+    store(query.scores + base, found);
 }
 
-template <int PARTS> static HS_INLINE void mix_parts(const float* p, const float* values, int from, int to, int dim, float* sum) {
+template <int PARTS, typename T>
+static HS_INLINE void mix_parts(const float* p, const T* values, int from, int to, int dim, float* sum) {
     vf s[PARTS];
     for (int i = 0; i < PARTS; i++) s[i] = load(sum + i * LANES);
     for (int k = from; k < to; k++)
-        for (int i = 0; i < PARTS; i++) s[i] = fma(splat(p[k]), load(values + k * dim + i * LANES), s[i]);
+        for (int i = 0; i < PARTS; i++) s[i] = fma(splat(p[k]), load_any(values + k * dim + i * LANES), s[i]);
     for (int i = 0; i < PARTS; i++) store(sum + i * LANES, s[i]);
 }
 
-static __attribute__((noinline)) void mix(const Query& query, const float* values, int base, int dim, float* sum) {
+template <typename T>
+static __attribute__((noinline)) void mix(const Query& query, const T* values, int base, int dim, float* sum) {
     const int from = query.seen_from > base ? query.seen_from - base : 0;
     const int to = query.seen_to - base < LANES ? query.seen_to - base : LANES;
     const float* p = query.scores + base;
     int d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_parts<4>(p, values + d, from, to, dim, sum + d);
-    for (; d < dim; d += LANES) mix_parts<1>(p, values + d, from, to, dim, sum + d);
+    for (; d < dim; d += 2 * LANES) mix_parts<2>(p, values + d, from, to, dim, sum + d);
 }
 
 static __attribute__((noinline)) void soften(Query& query) {
@@ -75,7 +97,8 @@ static __attribute__((noinline)) void soften(Query& query) {
 
 // Walks a token's keys in blocks of 16 and hands each block, as floats, to everyone who sees it.
 template <typename Visit>
-static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Query>& queries, float* block, Visit visit) {
+static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Query>& queries, float* block,
+                 Visit visit) {
     const int end = s.length + (s.ancestors ? 0 : s.last);
     const int shared = s.ancestors ? end / LANES * LANES : end;  // blocks that all tokens of a tree have in common
     int first = shared;
@@ -83,9 +106,13 @@ static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Quer
     for (int base = first / LANES * LANES; base < shared; base += LANES) {
         const int rows = shared - base < LANES ? shared - base : LANES;
         const uint16_t* p = from + (size_t)base * dim;
+        if (queries.size() == 1 && rows == LANES) {
+            visit(queries[0], base, p);
+            continue;
+        }
         for (int i = 0; i < rows * dim; i += LANES) store(block + i, load_half(p + i));
         for (Query& q : queries)
-            if (base < q.seen_to && base + LANES > q.seen_from) visit(q, base);
+            if (base < q.seen_to && base + LANES > q.seen_from) visit(q, base, block);
     }
     if (!s.ancestors) return;
     for (size_t at = 0; at < queries.size();) {
@@ -106,7 +133,7 @@ static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Quer
                     store(block + k * dim + i, load_half(from + (size_t)slot * dim + i));
             }
             for (size_t i = at; i < next; i++)
-                if (base + LANES > queries[i].seen_from) visit(queries[i], base);
+                if (base + LANES > queries[i].seen_from) visit(queries[i], base, block);
         }
         at = next;
     }
@@ -131,13 +158,13 @@ void attend(const Model& m, const Sight& s, int head, int heads, const float* qu
         for (int h = head; h < head + heads; h++)
             all.push_back({queries + (size_t)n * stride + h * dim, n, from, seen, scores + all.size() * most, 0.0f, h});
     }
-    walk(s, s.keys, dim, all, block, [&](Query& q, int base) { score(q, block, base, dim); });
+    walk(s, s.keys, dim, all, block, [&](Query& q, int base, auto* keys) { score(q, keys, base, dim); });
     for (Query& q : all) soften(q);
     memset(mixed, 0, sizeof(float) * count * dim);
     memset(block, 0, sizeof(float) * LANES * dim);
     Query* const begin = all.data();
     walk(s, s.values, dim, all, block,
-         [&](Query& q, int base) { mix(q, block, base, dim, mixed + (&q - begin) * dim); });
+         [&](Query& q, int base, auto* values) { mix(q, values, base, dim, mixed + (&q - begin) * dim); });
     for (int i = 0; i < count; i++) {
         const vf share = splat(1.0f / all[i].total);
         for (int g = 0; g < dim / GROUP; g++) {

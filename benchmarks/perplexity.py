@@ -1,0 +1,77 @@
+"""Perplexity of the embedded model: the GGUF file's weights in float32 by Hugging Face, against our CPU kernels.
+
+    python benchmarks/perplexity.py --tokens 20000 --data ../shared/data
+
+Text: the prompts in ``--data`` (*.jsonl), taken in turn from each file, then our own sixty. It is cut into windows of
+512 tokens, each read from its beginning, and every token but a window's first is counted. The same windows go to
+every system in the same run. Written to results/perplexity.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine, prompts, save
+from torch.nn.functional import cross_entropy
+
+from headstart.machine.cpu.packed import pack_model
+from headstart.machine.cpu.runner import CpuRunner
+from headstart.machine.embedded import _wheel_file, embedded_folder
+from headstart.machine.loading import load, read_gguf
+
+WINDOW = 512
+
+
+def text(data: Path) -> str:
+    files = [
+        [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line.strip()]
+        for path in sorted(data.glob("*.jsonl"))
+    ]
+    lines = [line for turn in zip_longest(*files) for line in turn if line]
+    return "\n\n".join([*lines, *(line for own in prompts().values() for line in own)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments = parser.parse_args()
+    gguf = _wheel_file()
+    if gguf is not None:
+        model, tokenizer = read_gguf(gguf)
+        source = gguf.name
+    else:
+        loaded = load(embedded_folder(), dtype="float32")
+        model, tokenizer, source = loaded.model, loaded.tokenizer, "the converted folder"
+    ids = tokenizer(text(arguments.data)).input_ids[: arguments.tokens]
+    if len(ids) < arguments.tokens:
+        raise SystemExit(f"only {len(ids)} tokens of text")
+    windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
+    systems: dict[str, Any] = {f"float32 ({source}, Hugging Face)": lambda x: model.eval()(x).logits[0]}
+    for kind in ("float32", "int4", "int8"):
+        runner = CpuRunner(pack_model(model, kind), model, max_len=WINDOW, threads=torch.get_num_threads())
+        systems[f"{kind} (our kernels)"] = lambda x, r=runner: r.forward(slice(0, 1), x, [0])[0]
+    found: dict[str, Any] = {}
+    for name, logits in systems.items():
+        begun, total, count = time.perf_counter(), 0.0, 0
+        for window in windows:
+            x = torch.tensor([window])
+            with torch.inference_mode():
+                loss = cross_entropy(logits(x)[:-1].float(), x[0, 1:], reduction="none")
+            total, count = total + float(loss.double().sum()), count + len(loss)
+        found[name] = {"perplexity": math.exp(total / count), "tokens": count, "seconds": time.perf_counter() - begun}
+        first = next(iter(found.values()))["perplexity"]
+        found[name]["against_float32"] = found[name]["perplexity"] / first
+        print(f"{name}: {found[name]['perplexity']:.4f} ({found[name]['against_float32']:.4f}x)", flush=True)
+    save("perplexity.json", {"machine": machine(), "window": WINDOW, "text": str(arguments.data), "systems": found})
+
+
+if __name__ == "__main__":
+    main()
