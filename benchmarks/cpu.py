@@ -194,7 +194,7 @@ def against_peers(
         about["tokens_seconds_read_seconds"] = raw
         keep(about)
 
-    runs = race(systems, encoded, lengths, so_far)
+    runs = race(systems, encoded, lengths, so_far, {"HF float32": arguments.hf_prompts})
     for peer in peers.values():
         peer.close()
     over = {ours: speeds(runs, ours) for ours in ("headstart plain", f"headstart {llm.drafter_name}")}
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["plain", "default", "lookup", "batch", "draft"])
     parser.add_argument("--peers-python", default=sys.executable, help="the python that has the other engines")
+    parser.add_argument("--hf-prompts", type=int, default=2, help="of each kind, beside the other engines")
     parser.add_argument("--out", default="cpu.json")
     parser.add_argument("--peers-out", default="cpu-peers.json")
     arguments = parser.parse_args()

@@ -206,7 +206,9 @@ class Bench:
         }
 
     def llm(self, draft: Any, gamma: Any, rows: int = 1, length: int = 1024, **settings: Any) -> LLM:
-        return LLM(self.target, draft, gamma=gamma, max_rows=rows, max_model_len=length, check=False, **settings)
+        """Without overlap, unless it is asked for: it has a part of its own."""
+        options = {"overlap": False, "max_rows": rows, "max_model_len": length, **settings}
+        return LLM(self.target, draft, gamma=gamma, check=False, **options)
 
     @property
     def shared(self) -> LLM:

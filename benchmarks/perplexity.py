@@ -55,7 +55,7 @@ def main() -> None:
         raise SystemExit(f"only {len(ids)} tokens of text")
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
     systems: dict[str, Any] = {f"float32 ({source}, Hugging Face)": lambda x: model.eval()(x).logits[0]}
-    for kind in ("float32", "int4", "int8"):
+    for kind in ("int4", "int8", "float32"):
         runner = CpuRunner(pack_model(model, kind), model, max_len=WINDOW, threads=torch.get_num_threads())
         systems[f"{kind} (our kernels)"] = lambda x, r=runner: r.forward(slice(0, 1), x, [0])[0]
     found: dict[str, Any] = {}
@@ -70,7 +70,9 @@ def main() -> None:
         first = next(iter(found.values()))["perplexity"]
         found[name]["against_float32"] = found[name]["perplexity"] / first
         print(f"{name}: {found[name]['perplexity']:.4f} ({found[name]['against_float32']:.4f}x)", flush=True)
-    save("perplexity.json", {"machine": machine(), "window": WINDOW, "text": str(arguments.data), "systems": found})
+        save(
+            "perplexity.json", {"machine": machine(), "window": WINDOW, "text": str(arguments.data), "systems": found}
+        )  # after each: a long run may be cut short
 
 
 if __name__ == "__main__":

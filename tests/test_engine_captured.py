@@ -118,14 +118,17 @@ def plain() -> LLM:
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_same_tokens_as_plain_decoding(plain: LLM, gamma: int, rows: int, temperature: float) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_tokens_as_plain_decoding(
+    plain: LLM, gamma: int, rows: int, temperature: float, overlap: bool
+) -> None:
     """Greedy, and coupled sampling; sequences of different lengths come and go while rounds are in flight."""
     params = [
         SamplingParams(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, verification="coupled")
         for i in range(5)
     ]
     expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
-    made = engine(gamma, rows)
+    made = engine(gamma, rows, overlap=overlap)
     played = watch(made)
     assert run(made, params) == expected
     assert made.stats.accepted > 10

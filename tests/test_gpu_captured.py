@@ -83,7 +83,7 @@ def test_float32_equality_with_the_eager_runner(architecture: str, temperature: 
     ]
     expected = eager(target, params)
     for gamma, rows in ((3, 4), (8, 1)):
-        answers, llm = serve(target, draft, params, rows, gamma=gamma)
+        answers, llm = serve(target, draft, params, rows, gamma=gamma, overlap=rows > 1)
         assert answers == expected, (gamma, rows)
         assert llm.stats.accepted > 10
 
@@ -123,7 +123,7 @@ def test_overlap_gives_the_same_tokens(temperature: float, rule: str) -> None:
         SamplingParams(temperature=temperature, top_p=0.9, seed=i, max_tokens=40, ignore_eos=True, verification=rule)  # type: ignore[arg-type]
         for i in range(5)
     ]
-    alone, _ = serve(target, draft, params, 1, gamma=3)
+    alone, _ = serve(target, draft, params, 1, gamma=3, overlap=False)
     beside, llm = serve(target, draft, params, 1, gamma=3, overlap=True)
     assert beside == alone
     rounds = llm.engine.parts.captured
@@ -150,7 +150,7 @@ def test_lookup_is_judged_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-@pytest.mark.parametrize("warp", [{"top_k": 3}, {"top_p": 0.45}])
+@pytest.mark.parametrize("warp", [{"top_k": 3}, {"top_p": 0.45}], ids=["top_k", "top_p"])
 def test_the_recorded_sampler_follows_the_target(rule: str, warp: dict[str, Any]) -> None:
     """The joint law of three tokens, against the target's own probabilities."""
     target, draft = pair("llama")

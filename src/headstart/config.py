@@ -42,7 +42,9 @@ class DraftConfig:
 
     gamma: int | Literal["auto"] = "auto"
     max_gamma: int = 10  # the most "auto" may choose
-    overlap: bool = False  # on a GPU, go on drafting while the target verifies
+    # On a GPU, go on drafting while the target verifies. None: where it measured faster, which is fused kernels and a
+    # fixed draft length.
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         if self.gamma != "auto":

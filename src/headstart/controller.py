@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
@@ -99,10 +100,12 @@ class _Costs:
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
+        self._tables: dict[int, list[tuple[int, float]]] = {}  # what ``table`` said since the last measurement
         self._clock = 0
 
     def add(self, rows: int, width: int, seconds: float) -> None:
         self._clock += 1
+        self._tables.clear()
         by_width = self._seen.setdefault(rows, {})
         by_width.setdefault(width, deque(maxlen=self.WINDOW)).append((self._clock, seconds))
         for stale in [w for w, seen in by_width.items() if w > 1 and seen[-1][0] < self._clock - self.LIFETIME]:
@@ -114,6 +117,11 @@ class _Costs:
         Only tables with a plain round (width 1) and something to compare it with are borrowed from another
         number of rows.
         """
+        if rows not in self._tables:
+            self._tables[rows] = self._table(rows)
+        return self._tables[rows]
+
+    def _table(self, rows: int) -> list[tuple[int, float]]:
         own = self._seen.get(rows, {})
         if 1 not in own or len(own) == 1:
             others = [r for r, known in self._seen.items() if 1 in known and len(known) > 1]
@@ -124,13 +132,14 @@ class _Costs:
         return sorted((width, median(seconds for _, seconds in seen)) for width, seen in own.items())
 
 
-def _interpolate(table: Sequence[tuple[int, float]], width: int) -> float:
-    """Linear between measured widths, flat beyond them, so that an unknown width gets tried."""
-    below = max((point for point in table if point[0] <= width), default=table[0])
-    above = min((point for point in table if point[0] >= width), default=table[-1])
-    if below[0] == above[0]:
-        return below[1]
-    return below[1] + (above[1] - below[1]) * (width - below[0]) / (above[0] - below[0])
+def _by_width(table: Sequence[tuple[int, float]], widest: int) -> list[float]:
+    """Seconds of widths 1 .. ``widest``: linear between measured ones, flat beyond them, so that an unknown width gets
+    tried. The first width measured is 1."""
+    found = [table[0][1]]
+    for (below, low), (above, high) in pairwise(table):
+        step = (high - low) / (above - below)
+        found += [low + step * (width - below) for width in range(below + 1, above + 1)]
+    return found[:widest] + [table[-1][1]] * (widest - len(found))
 
 
 class _Hits:
@@ -292,9 +301,11 @@ class AdaptiveController:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
         rest = median(self._overhead) if self._overhead else 0.0
         best, best_speed, plain_speed = 0, 0.0, 0.0
-        for gamma in range(longest + 1):
-            seconds = _interpolate(table, gamma + 1) + gamma * step + rest
-            speed = (rows + sum(sum(c[:gamma]) for c in chances)) / max(seconds, 1e-9)
+        emitted = float(rows)
+        for gamma, forward in enumerate(_by_width(table, longest + 1)):
+            if gamma:
+                emitted += sum(c[gamma - 1] for c in chances if len(c) >= gamma)
+            speed = emitted / max(forward + gamma * step + rest, 1e-9)
             if gamma == 0:
                 plain_speed = speed
             if speed > best_speed:

@@ -33,13 +33,12 @@ def open_captured(
     model = drafter if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner, DeviceRunner) else None
     if isinstance(drafter, ModelDrafter) and model is None:
         return None
-    lengths: tuple[int, ...] = (0,)
-    if drafter is not None:
-        # Hugging Face's modules take ten times as long to walk through as fused kernels.
-        runners = [runner, *([model.runner] if model is not None else [])]
-        slow = any(getattr(r, "fused", None) is None for r in runners)
-        lengths = draft_lengths(config.most, fixed=config.gamma != "auto", few=slow)
-    kind = OverlappedRounds if config.overlap and model is not None else CapturedRounds
+    # Hugging Face's modules take ten times as long to walk through as fused kernels.
+    runners = [runner, *([model.runner] if model is not None else [])]
+    slow, fixed = any(getattr(r, "fused", None) is None for r in runners), config.gamma != "auto"
+    lengths = draft_lengths(config.most, fixed=fixed, few=slow) if drafter is not None else (0,)
+    overlap = config.overlap if config.overlap is not None else fixed and not slow
+    kind = OverlappedRounds if overlap and model is not None else CapturedRounds
     rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner_loops(runner.device))
     started = perf_counter()
     try:

@@ -24,17 +24,16 @@ struct Query {
 HS_INLINE vf load_any(const float* p) { return load(p); }
 HS_INLINE vf load_any(const uint16_t* p) { return load_half(p); }
 
-template <int PARTS, typename T> static HS_INLINE vf dot(const vf* q, const T* key) {
-    vf s = q[0] * load_any(key);
-    for (int i = 1; i < PARTS; i++) s = fma(q[i], load_any(key + i * LANES), s);
+template <int PARTS, typename T> static HS_INLINE vf dot(const float* q, const T* key) {
+    vf s = load(q) * load_any(key);
+    for (int i = 1; i < PARTS; i++) s = fma(load(q + i * LANES), load_any(key + i * LANES), s);
     return s;
 }
 
 template <int PARTS, typename T> static HS_INLINE vf dots(const float* query, const T* keys) {
     constexpr int dim = PARTS * LANES;
-    vf q[PARTS], part[LANES];
-    for (int i = 0; i < PARTS; i++) q[i] = load(query + i * LANES);
-    for (int k = 0; k < LANES; k++) part[k] = dot<PARTS>(q, keys + k * dim);
+    vf part[LANES];
+    for (int k = 0; k < LANES; k++) part[k] = dot<PARTS>(query, keys + k * dim);
     return sums(part);
 }
 

@@ -24,8 +24,13 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
 
+#if defined(__AVX512F__)  // said plainly, because compilers like to copy 64 bytes as two halves by way of the stack
+HS_INLINE vf load(const float* p) { return (vf)_mm512_loadu_ps(p); }
+HS_INLINE void store(float* p, vf v) { _mm512_storeu_ps(p, (__m512)v); }
+#else
 HS_INLINE vf load(const float* p) { return (vf) * (const vf_any*)p; }
 HS_INLINE void store(float* p, vf v) { *(vf_any*)p = (vf_any)v; }
+#endif
 HS_INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 HS_INLINE vi splat_int(int32_t x) { return (vi){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 HS_INLINE vi lane_numbers() { return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -55,21 +60,29 @@ HS_INLINE vf larger(vf a, vf b) {
 
 HS_INLINE vf magnitude(vf a) { return (vf)((vi)a & splat_int(0x7fffffff)); }
 
+// Over the lanes, in halves: always the same order.
+#if defined(__AVX512F__)
+HS_INLINE float sum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
+HS_INLINE int32_t sum(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+HS_INLINE float greatest(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+template <typename T, typename V> HS_INLINE T fold(V v, T (*join)(T, T)) {
+    T t[LANES];
+    memcpy(t, &v, sizeof t);
+    for (int w = LANES / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) t[i] = join(t[i], t[i + w]);
+    return t[0];
+}
 HS_INLINE float sum(vf v) {
-    float t[LANES];
-    memcpy(t, &v, sizeof t);
-    for (int w = LANES / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) t[i] += t[i + w];
-    return t[0];
+    return fold<float>(v, +[](float a, float b) { return a + b; });
 }
-
+HS_INLINE int32_t sum(vi v) {
+    return fold<int32_t>(v, +[](int32_t a, int32_t b) { return a + b; });
+}
 HS_INLINE float greatest(vf v) {
-    float t[LANES];
-    memcpy(t, &v, sizeof t);
-    for (int w = LANES / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
-    return t[0];
+    return fold<float>(v, +[](float a, float b) { return a > b ? a : b; });
 }
+#endif
 
 // Sixteen vectors -> the vector of their sums: lane k is the sum of part[k]'s lanes.
 #if defined(__has_builtin)

@@ -61,10 +61,7 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
     const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
     memcpy(at.numbers + group * GROUP, &p, 16);
     memcpy(at.numbers + group * GROUP + 16, &q, 16);
-    int32_t t[LANES], total = 0;
-    const vi both = x + y;
-    memcpy(t, &both, sizeof t);
-    for (int i = 0; i < LANES; i++) total += t[i];
+    const int32_t total = sum(x + y);
     const float scale = most / 127.0f + check;
     at.scales[group] = scale;
     at.totals[group] = scale * (float)total;
