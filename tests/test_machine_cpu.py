@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from headstart.machine.cpu import build
 from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
+from headstart.machine.cpu.pace import PAUSE, Pace
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.maths.tree import Topology
@@ -248,6 +249,29 @@ def test_what_cannot_be_packed() -> None:
     assert why_not(model("llama")) is None
     assert "GPT2LMHeadModel" in str(why_not(tiny_model("gpt2")))
     assert "multiple" in str(why_not(tiny_model("llama", **SIZES | {"intermediate_size": 80, "head_dim": 32})))
+
+
+# -- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_machine_gets_one_thread_until_it_is_quiet_again() -> None:
+    pace = Pace(2)
+
+    def step(seconds: float) -> int:
+        used = pace.threads()
+        pace.took((1, 7), seconds)
+        return used
+
+    assert [step(1.0) for _ in range(5)] == [2] * 5
+    assert [step(9.0), step(1.1), step(9.0)] == [2, 2, 2]  # now and then a slow step is nothing
+    assert pace.threads() == 2
+    assert [step(9.0) for _ in range(2)] == [2, 2]
+    assert [step(2.0) for _ in range(PAUSE)] == [1] * PAUSE
+    assert step(9.0) == 2  # tried again, still slow
+    assert [step(2.0) for _ in range(PAUSE)] == [1] * PAUSE
+    assert [step(1.0) for _ in range(40)] == [2] * 40
+    pace.took((8, 7), 30.0)  # more tokens have a best time of their own
+    assert pace.threads() == 2
 
 
 # -- the compiler ---------------------------------------------------------------------------------------------------

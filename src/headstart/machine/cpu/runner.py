@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ...errors import InvalidParameter, ModelRefused
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
+from .pace import Pace
 from .packed import Packed
 
 __all__ = ["CpuRunner"]
@@ -47,7 +49,8 @@ class CpuRunner:
         """``model``: what was packed; for those who ask about its configuration or its embedding."""
         plan = packed.plan
         self.packed, self.model = packed, model
-        self.vocab_size, self.max_len, self.threads = plan.vocab, max_len, threads
+        self.vocab_size, self.max_len = plan.vocab, max_len
+        self._pace = Pace(threads)
         self.slab = Slab(rows, max_len, margin=margin)
         self._watched: tuple[int, ...] = ()
         self._watch_numbers: ctypes.Array[ctypes.c_int32] | None = None
@@ -131,9 +134,21 @@ class CpuRunner:
             ancestors = topology.ancestors.expand(count, width, width).to(torch.uint8).contiguous()
             depths = topology.depth.expand(count, width).to(torch.int32).contiguous()
             call.ancestors, call.depths = ancestors.data_ptr(), depths.data_ptr()
-        if self._kernels.hs_forward(self._handle, pool(self.threads), ctypes.byref(call)):
+        begun = perf_counter()
+        if self._kernels.hs_forward(self._handle, pool(self._pace.threads()), ctypes.byref(call)):
             raise ValueError(f"a token id lies outside the vocabulary of {self.vocab_size}")
+        size = (count * width, (max(lengths) + width).bit_length())  # the longer the text, the more there is to read
+        self._pace.took(size, perf_counter() - begun)
         return logits
+
+    @property
+    def threads(self) -> int:
+        """How many threads a step may use; it gets fewer while the machine has other work (see ``pace``)."""
+        return self._pace.most
+
+    @threads.setter
+    def threads(self, most: int) -> None:
+        self._pace = Pace(most)
 
     def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
         """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""
