@@ -322,7 +322,8 @@ def main() -> None:
         llm = LLM(big, draft, quantization=None, draft_quantization=None, max_rows=1)
         peer = hugging_face(copy, assistant_model=other)
         add("draft", llm, "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
-    show(results)
+    if results:
+        show(results)
 
 
 if __name__ == "__main__":
