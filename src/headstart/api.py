@@ -119,6 +119,7 @@ class LLM:
             text=self._text_stream if self._codec is not None else None,
             captured=captured,
             max_gamma=self.config.draft.most,
+            torch_threads=_torch_threads(runner, drafter),
         )
         self._ids = count()
 
@@ -312,6 +313,12 @@ class LLM:
             prefill_chunk=self.config.engine.prefill_chunk,
             least_hope=lambda: self.engine.parts.controller.least_hope(),
         )
+
+
+def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:
+    """One, where models run on kernels with threads of their own: torch's would wait in a busy loop on their cores."""
+    drafts_by_torch = isinstance(getattr(drafter, "runner", None), EagerRunner)
+    return None if isinstance(runner, EagerRunner) or drafts_by_torch else 1
 
 
 class Stream:

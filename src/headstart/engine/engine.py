@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
+import torch
+
 from ..config import EngineConfig
 from ..controller import Controller
 from ..drafters.base import Drafter
@@ -72,11 +74,14 @@ class Engine:
         text: Callable[[Request], TextSink] | None = None,
         captured: CapturedRounds | None = None,
         max_gamma: int = 64,
+        torch_threads: int | None = None,
     ) -> None:
         """``vocab_size``: the tokenizer's; ``text`` makes the detokeniser of a request, None for ids only.
 
         ``captured``: rounds on the device, for what fits there; ``max_gamma``: the most a round may draft.
+        ``torch_threads``: how many threads torch may use in a step, None for as many as it has.
         """
+        self._torch_threads = torch_threads
         self.config = config
         self.max_len = runner.max_len
         self.stats = EngineStats()
@@ -143,6 +148,16 @@ class Engine:
 
     def step(self) -> None:
         """Read in some prompt, then give every running sequence a round."""
+        if self._torch_threads is None:
+            return self._step()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._torch_threads)
+        try:
+            self._step()
+        finally:
+            torch.set_num_threads(before)
+
+    def _step(self) -> None:
         if self._scheduler.arriving:
             self._settle()  # rows are about to change
             self._fill()
