@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headstart.config import DraftConfig
-from headstart.controller import AdaptiveController, FixedController, controller_for
+from headstart.controller import AdaptiveController, FixedController, TwoMinds, controller_for
 from headstart.types import Proposal, Round, SamplingParams
 
 
@@ -107,6 +107,38 @@ def test_it_comes_back_when_guesses_get_better() -> None:
 def test_a_slow_draft_is_not_used() -> None:
     chosen = play(AdaptiveController(10), holds=0.9, cost=FLAT, rounds=60, step=1.5)
     assert sum(chosen[-30:]) <= 4
+
+
+def test_drawn_tokens_do_not_put_greedy_ones_off() -> None:
+    """Sampled requests whose drafts fail leave the greedy ones' draft length alone, and the other way round."""
+
+    class Drawn(View):
+        @property
+        def params(self) -> SamplingParams:
+            return SamplingParams(temperature=1.0)
+
+    class Greedy(View):
+        @property
+        def params(self) -> SamplingParams:
+            return SamplingParams(temperature=0.0)
+
+    controller = controller_for(DraftConfig(), free=False)
+    assert isinstance(controller, TwoMinds)
+    views = {True: Greedy(), False: Drawn()}
+    chosen: dict[bool, list[int]] = {True: [], False: []}
+    for i in range(200):
+        greedy = i % 2 == 0
+        (gamma,) = controller.budgets([views[greedy]], [10])
+        chosen[greedy].append(gamma)
+        held = gamma if greedy else 0
+        seconds = FLAT[gamma + 1]
+        outcomes = (True,) * held + (False,) * (held < gamma)
+        spent = replace(ROUND, draft_seconds=0.1 * gamma, verify_seconds=seconds, round_seconds=seconds + 0.1 * gamma)
+        controller.observe(
+            [replace(spent, drafted=gamma, accepted=held, emitted=held + 1, width=gamma + 1, outcomes=outcomes)]
+        )
+    assert min(chosen[True][-40:]) >= 6
+    assert sum(chosen[False][-40:]) <= 8
 
 
 def test_how_likely_one_more_token_must_be() -> None:

@@ -240,3 +240,18 @@ def test_cuda_draws_what_the_cpu_draws() -> None:
     assert torch.equal(noise.uniform(here), noise.uniform(there).cpu())
     torch.testing.assert_close(noise.exponential(here, 49152), noise.exponential(there, 49152).cpu(), rtol=1e-5, atol=0)
     assert torch.equal(noise.race(p, here), noise.race(p.cuda(), there).cpu())
+
+
+def test_a_race_of_few_is_the_race_of_all() -> None:
+    """Where few tokens have mass only those are given noise; the winner must be the one that all of them would give."""
+    generator = torch.Generator().manual_seed(5)
+    size, rows = 1 << 13, 60
+    p = torch.rand(rows, size, generator=generator)
+    p[torch.rand(rows, size, generator=generator) > 0.01] = 0.0
+    p[0] = 0.0  # nobody runs
+    p[1, 77] = torch.nan
+    keys = noise.keys(noise.seeds(list(range(rows)), "cpu"), torch.arange(rows), 0, noise.COUPLED)
+    everyone = noise.draw(p, noise.exponential(keys, size))
+    alone = [noise.race(p[i : i + 1], (keys[0][i : i + 1], keys[1][i : i + 1])) for i in range(rows)]
+    assert torch.cat(alone).tolist() == everyone.tolist()
+    assert len(set(everyone.tolist())) > rows // 2

@@ -20,7 +20,7 @@ from typing import Protocol
 from .config import DraftConfig
 from .types import DraftView, Proposal, Round
 
-__all__ = ["AdaptiveController", "Controller", "FixedController", "controller_for"]
+__all__ = ["AdaptiveController", "Controller", "FixedController", "TwoMinds", "controller_for"]
 
 MAX_STRENGTH = 16  # longer matches are as good as this one
 
@@ -57,7 +57,8 @@ def controller_for(config: DraftConfig, *, free: bool, ends_itself: bool = False
     """The controller that the settings ask for. ``free``: the drafter's guesses cost nothing. ``ends_itself``: it ends
     a draft that is not likely enough to hold (see ``least_hope``)."""
     if config.gamma == "auto":
-        return AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself)
+        greedy, drawn = (AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself) for _ in "ab")
+        return TwoMinds(greedy, drawn)
     return FixedController(config.gamma)
 
 
@@ -88,6 +89,46 @@ class FixedController:
 
     def reason(self) -> str | None:
         return None
+
+
+class TwoMinds:
+    """One controller for rounds whose rows are all greedy, another for the rest.
+
+    Drawn tokens cost more to draft and to judge and hold less often: what one kind taught must not put the other off.
+    """
+
+    def __init__(self, greedy: Controller, drawn: Controller) -> None:
+        self._greedy, self._drawn = greedy, drawn
+        self._now = greedy  # whose round it is: a round is observed before the next one's budgets are asked for
+
+    def _turn(self, views: Sequence[DraftView]) -> Controller:
+        self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn
+        return self._now
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return self._turn(views).budgets(views, limits)
+
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return self._turn(views).paid_budgets(views, limits)
+
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        return self._turn(views).trim(views, proposals)
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        self._now.observe(rounds)
+
+    def least_hope(self) -> float:
+        return self._now.least_hope()
+
+    def least_kept(self) -> float:
+        return self._now.least_kept()
+
+    def forget(self, sequence_id: str) -> None:
+        self._greedy.forget(sequence_id)
+        self._drawn.forget(sequence_id)
+
+    def reason(self) -> str | None:
+        return self._now.reason()
 
 
 class _Costs:

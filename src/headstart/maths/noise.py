@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,10 +187,20 @@ def race(p: Tensor, keys: Keys) -> Tensor:
     """``draw`` with the keys' own noise: p [.., V], keys [..] -> [..] int64."""
     if p.device.type != "cpu":
         return draw(p, exponential(keys, p.shape[-1]))
-    # A piece that stays in a CPU's cache at a time: that beats a dozen passes over everything.
     flat = p.reshape(-1, p.shape[-1])
     low, high = keys[0].reshape(-1), keys[1].reshape(-1)
+    # A piece that stays in a CPU's cache at a time: that beats a dozen passes over everything.
     step = max(1, (1 << 16) // p.shape[-1])
     parts = [slice(i, i + step) for i in range(0, len(flat), step)]
-    winners = [draw(flat[part], exponential((low[part], high[part]), p.shape[-1])) for part in parts]
+    winners = [_cpu_race(flat[part], (low[part], high[part])) for part in parts]
     return torch.cat(winners).view(p.shape[:-1]) if winners else low.to(torch.int64).view(p.shape[:-1])
+
+
+def _cpu_race(p: Tensor, keys: Keys) -> Tensor:
+    """``race`` of p [M, V]. A token without mass never wins, so where few have any (top-p, top-k), only those run."""
+    size = p.shape[-1]
+    if size >= 1 << 12 and len(p) == 1:
+        some = torch.from_numpy(np.flatnonzero(p.detach().numpy()))  # NaN is among them
+        if 0 < len(some) <= size // 8:
+            return some[draw(p[:, some], _exponential(keys, _cpu_field(size)[some]))]
+    return draw(p, exponential(keys, size))
