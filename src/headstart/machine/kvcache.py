@@ -163,6 +163,13 @@ class Slab(Cache):  # type: ignore[misc]
 
     # -- what a row holds -------------------------------------------------------------------------------------
 
+    def start_features(self) -> None:
+        """A layer of features is about to be added: no token here has any, so none may be in use or stay warm."""
+        if self.free_rows < self.rows:
+            raise ValueError("sequences are running, and their tokens so far have no features")
+        for row in range(self.rows):
+            self.truncate(row, 0)
+
     def truncate(self, row: int, length: int) -> None:
         """Roll back: only the first ``length`` keys stay live."""
         if not 0 <= length <= self.lengths[row]:

@@ -27,7 +27,7 @@ from .kvcache import MARGIN, Slab
 from .packing import lend_packed, pack
 from .watch import Watch
 
-__all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "context_limit"]
+__all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "check_rows", "context_limit", "read_in"]
 
 
 _PROBE_LENGTH = 12
@@ -98,6 +98,27 @@ def context_limit(config: Any) -> int | None:
     return int(limit) if limit else None
 
 
+def check_rows(slab: Slab, rows: slice, count: int, lengths: Sequence[int]) -> None:
+    """A forward's arguments must speak of the same rows."""
+    if count != len(lengths) or count != rows.stop - rows.start or rows.stop > slab.rows:
+        raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
+
+
+def read_in(runner: ModelRunner, row: int, tokens: Sequence[int], start: int | None, chunk: int) -> Tensor:
+    """``ModelRunner.prefill`` by the runner's own ``forward``, ``chunk`` tokens at a time."""
+    if not tokens:
+        raise ValueError("nothing to prefill")
+    if start is not None:
+        runner.slab.truncate(row, start)
+    for at in range(0, len(tokens), chunk):
+        piece = tokens[at : at + chunk]
+        last = at + chunk >= len(tokens)
+        ids = torch.tensor([piece], device=runner.device)
+        logits = runner.forward(slice(row, row + 1), ids, runner.slab.lengths[row : row + 1], keep=1 if last else 0)
+        runner.slab.extend(row, piece)
+    return logits
+
+
 class EagerRunner:
     """Any Hugging Face causal LM over the slab, through its own modules, under ``torch.inference_mode``."""
 
@@ -154,8 +175,7 @@ class EagerRunner:
     ) -> Tensor:
         """See ``ModelRunner.forward``."""
         count, width = tokens.shape
-        if count != len(lengths) or count != rows.stop - rows.start or rows.stop > self.slab.rows:
-            raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
+        check_rows(self.slab, rows, count, lengths)
         tree = topology if topology is not None and not topology.is_chain else None
         if tree is not None and tree.width != width:
             raise ValueError(f"{width} tokens a row for a tree of {tree.width} nodes")
@@ -223,10 +243,7 @@ class EagerRunner:
             return
         if self._watch is not None:
             raise ValueError(f"this runner already watches layers {self._watch.layers}")
-        if self.slab.free_rows < self.slab.rows:
-            raise ValueError("sequences are running, and their tokens so far have no features")
-        for row in range(self.slab.rows):  # warm rows have none either
-            self.slab.truncate(row, 0)
+        self.slab.start_features()
         self._watch = Watch(self.model, layers)
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
@@ -240,18 +257,7 @@ class EagerRunner:
 
     def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
         """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""
-        if not tokens:
-            raise ValueError("nothing to prefill")
-        if start is not None:
-            self.slab.truncate(row, start)
-        logits = self._zero
-        for at in range(0, len(tokens), chunk):
-            piece = tokens[at : at + chunk]
-            last = at + chunk >= len(tokens)
-            ids = torch.tensor([piece], device=self.device)
-            logits = self.forward(slice(row, row + 1), ids, self.slab.lengths[row : row + 1], keep=1 if last else 0)
-            self.slab.extend(row, piece)
-        return logits
+        return read_in(self, row, tokens, start, chunk)
 
     @torch.inference_mode()
     def probe(self) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ...errors import InvalidParameter, ModelRefused
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
+from ..runner import check_rows, read_in
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace
 from .packed import Packed
@@ -116,8 +117,7 @@ class CpuRunner:
     ) -> Tensor:
         """See ``ModelRunner.forward``."""
         count, width = tokens.shape
-        if count != len(lengths) or count != rows.stop - rows.start or rows.stop > self.slab.rows:
-            raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
+        check_rows(self.slab, rows, count, lengths)
         if min(lengths) < 0 or max(lengths) + width > self.slab.capacity:
             raise ValueError(f"tokens up to {max(lengths) + width} do not fit a row of {self.slab.capacity} slots")
         kept = width if keep is None else min(keep, width)
@@ -152,18 +152,7 @@ class CpuRunner:
 
     def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
         """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""
-        if not tokens:
-            raise ValueError("nothing to prefill")
-        if start is not None:
-            self.slab.truncate(row, start)
-        logits = torch.empty(1, 0, self.vocab_size)
-        for at in range(0, len(tokens), chunk):
-            piece = tokens[at : at + chunk]
-            last = at + chunk >= len(tokens)
-            ids = torch.tensor([piece])
-            logits = self.forward(slice(row, row + 1), ids, self.slab.lengths[row : row + 1], keep=1 if last else 0)
-            self.slab.extend(row, piece)
-        return logits
+        return read_in(self, row, tokens, start, chunk)
 
     # -- hidden states, for drafters that read them
 
@@ -179,10 +168,7 @@ class CpuRunner:
             raise ValueError(f"this runner already watches layers {self._watched}")
         if not wanted or not all(0 <= layer < plan.layers for layer in wanted):
             raise InvalidParameter("layers", f"must lie in 0 .. {plan.layers - 1}, not {list(wanted)}")
-        if self.slab.free_rows < self.slab.rows:
-            raise ValueError("sequences are running, and their tokens so far have no features")
-        for row in range(self.slab.rows):  # warm rows have none either
-            self.slab.truncate(row, 0)
+        self.slab.start_features()
         layer = SlabLayer(self.slab)
         like = torch.empty(1, 1, 1, len(wanted) * plan.hidden)
         layer.lazy_initialization(like, like[..., :0])
