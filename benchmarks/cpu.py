@@ -117,6 +117,26 @@ def batches(llm: LLM, encoded: dict[str, list[list[int]]], tokens: int, rows: in
     return {"comparison": f"batch {rows} over batch 1, throughput", "median": median(ratios), "all": ratios}
 
 
+def widths(llm: LLM, context: int = 200, repeats: int = 15) -> dict[str, Any]:
+    """What a forward over several tokens costs, in forwards over one; widths in turn, medians."""
+    runner = llm.engine.parts.runner
+    ids = torch.arange(context + 8) % 1000 + 100
+    runner.forward(slice(0, 1), ids[None, :context], [0], keep=1)
+    seconds: dict[int, list[float]] = {width: [] for width in (1, 2, 4, 8)}
+    for _ in range(repeats):
+        for width, found in seconds.items():
+            started = time.perf_counter()
+            runner.forward(slice(0, 1), ids[None, context : context + width], [context])
+            found.append(time.perf_counter() - started)
+    one = median(seconds[1])
+    return {
+        "comparison": "a forward over several tokens against one, the default configuration",
+        "weights": llm.report.dtype,
+        "times_one": {width: median(found) / one for width, found in seconds.items()},
+        "seconds": seconds,
+    }
+
+
 def timed(llm: LLM, **params: Any) -> Timed:
     """Ours for the race with other engines: exactly so many tokens, and when the first of them came."""
 
@@ -242,6 +262,8 @@ def show(results: list[dict[str, Any]]) -> None:
     for result in results:
         if "median" in result:
             console.print(f"{result['comparison']}: {result['median']:.2f}x")
+        if "times_one" in result:
+            console.print(", ".join(f"{width} tokens {times:.2f}x" for width, times in result["times_one"].items()))
         if "overhead_share" in result:
             console.print(f"engine overhead, {result['ours']}: {result['overhead_share']:.1%} of a round")
 
@@ -299,6 +321,8 @@ def main() -> None:
         llm = LLM(embedded_folder(), dtype="float32", quantization=None, max_rows=1)
         off = headstart(llm, speculate=False)
         add("default", llm, f"headstart {llm.drafter_name}", ("headstart plain", off), arguments.tokens)
+    if "widths" in arguments.parts:
+        keep(widths(LLM(max_rows=1)))
     if "peers" in arguments.parts:
 
         def store(result: dict[str, Any]) -> None:
