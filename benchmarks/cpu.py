@@ -317,8 +317,9 @@ def main() -> None:
         llm = LLM(target, None, tokenizer=tokenizer, max_rows=1)
         add("plain", llm, "headstart plain", ("HF generate", hugging_face(theirs)), arguments.tokens)
     if "default" in arguments.parts:
-        # The shipped head beside lookup, on float weights; the quantized default runs against the peers.
-        llm = LLM(embedded_folder(), dtype="float32", quantization=None, max_rows=1)
+        # The shipped head beside lookup (or --draft), on float weights; the quantized default runs against the peers.
+        exact: dict[str, Any] = {"dtype": "float32", "quantization": None, "draft_quantization": None}
+        llm = LLM(embedded_folder(), arguments.draft or "auto", max_rows=1, **exact)
         off = headstart(llm, speculate=False)
         add("default", llm, f"headstart {llm.drafter_name}", ("headstart plain", off), arguments.tokens)
     if "widths" in arguments.parts:
