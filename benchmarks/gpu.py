@@ -77,6 +77,19 @@ def weight_bytes(model: Any) -> int:
     return total
 
 
+class Compiled:
+    """Counts the kernels that are compiled, or fetched from the cache, from now on."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.count = 0
+        knobs.runtime.jit_post_compile_hook = self
+
+    def __call__(self, **_: Any) -> None:
+        self.count += 1
+
+
 class Clock:
     """Notes every round with the clock time since the one before."""
 
@@ -111,7 +124,7 @@ def speed(
     llm.generate(ids[:batch], SamplingParams(max_tokens=24, seed=0, **settings))  # warm up
     gc.collect()
     gc.freeze()  # a collection of all that was loaded would be timed as part of some round
-    clock = Clock()
+    clock, compiled = Clock(), Compiled()
     llm.engine.listen(clock)
     rounds = llm.engine.parts.captured
     recorded = rounds.recordings if rounds is not None else 0
@@ -146,6 +159,7 @@ def speed(
         "draft_step_ms": 1e3 * mean([r.draft_seconds / r.drafted for r in firsts if r.drafted]) if drafted else None,
         "neither_forward": 1 - forward / sum(seconds),
         "recorded_while_serving": (rounds.recordings - recorded) if rounds is not None else None,
+        "compiled_while_serving": compiled.count,
     }
 
 
@@ -244,7 +258,11 @@ class Bench:
     def speculative(self, gamma: int, **params: Any) -> dict[str, Any]:
         found = speed(self.shared, self.ids, gamma=gamma, **params)
         steps = gamma * found["draft_step_ms"] + found["verify_ms"]
-        return found | {"round_over_steps": found["round_ms"] / steps}
+        one = self.results.get("plain", {}).get("verify_ms")
+        return found | {
+            "round_over_steps": found["round_ms"] / steps,
+            "verify_over_one_token": found["verify_ms"] / one if one else None,
+        }
 
     def overlapped(self, gamma: int) -> dict[str, Any]:
         llm = self.llm(self.small, gamma, overlap=True)

@@ -31,6 +31,7 @@ from headstart.machine.fused.kernels_attention import attend
 from headstart.machine.fused.lower import lower
 from headstart.machine.fused.model import FusedModel
 from headstart.machine.fused.plan import AttentionTile, Tile, tile
+from headstart.machine.fused.rounding import plain
 from headstart.maths import noise as draws
 
 SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
@@ -102,7 +103,7 @@ class Chain:
         n, k = matrices(size)[kind]
         # More than the L2 holds, and enough launches that the first one's start does not count.
         copies = copies or min(max(400_000_000 // (2 * n * k), 4), 200)
-        self.weights = [noise(n, k, std=k**-0.5) for _ in range(copies)]
+        self.weights = [plain(noise(n, k, std=k**-0.5)) for _ in range(copies)]
         self.bytes = 2 * n * k
         self.x = noise(rows, k)
         self.out = noise(rows, n if kind != "gate_up" else n // 2)
@@ -134,16 +135,16 @@ class Chain:
 
     def library(self) -> None:
         for w in self.weights:
-            F.linear(self.x, w)
+            F.linear(self.x, w.data)
 
     def time(self, t: Tile, **options: Any) -> float:
         return seconds(lambda: self.launch(t, **options)) / len(self.weights)
 
 
-def plan_of(size: str, kind: str, rows: int) -> Tile:
+def plan_of(size: str, kind: str, rows: int, bits: int = 16) -> Tile:
     n, k = matrices(size)[kind]
     pair = {"qkv": SIZES[size].head_dim // 2, "gate_up": n // 2}.get(kind, 0)
-    return tile(n, k, pair=pair, dtype=BF16, alone=rows == 1)
+    return tile(n, k, pair=pair, dtype=BF16, bits=bits, alone=rows == 1)
 
 
 def bandwidth() -> dict[str, float]:
@@ -164,7 +165,7 @@ def gap(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def wanted(chain: Chain, old: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of (what the kernel wrote, what it should have written), the latter in float32 through torch."""
-    s, w, x = chain.shape, chain.weights[0].float(), chain.x.float()
+    s, w, x = chain.shape, chain.weights[0].data.float(), chain.x.float()
     product = x @ w.T
     if chain.kind in ("o", "down"):
         value = old.float() + product

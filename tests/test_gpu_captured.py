@@ -176,7 +176,7 @@ def test_the_recorded_sampler_follows_the_target(rule: str, warp: dict[str, Any]
         for i in range(samples)
     ]
     answers = llm.generate([prompt] * samples, params)
-    assert 0.1 < llm.stats.acceptance_rate < 0.98
+    assert 0.05 < llm.stats.acceptance_rate < 0.98  # both happen: a draft is kept, and is not
     assert chi_squared(Counter(a.token_ids[:3] for a in answers), law) > 1e-4
 
 

@@ -326,11 +326,11 @@ def test_lowering_leaves_the_model_as_it_was(name: str) -> None:
     assert torch.equal(truth(model, tokens), before)
     again = lower(model)
     for a, b in zip(weights.layers, again.layers, strict=True):
-        assert a.qkv.data_ptr() == b.qkv.data_ptr()
-        assert torch.equal(a.gate_up, b.gate_up)
+        assert a.qkv.data.data_ptr() == b.qkv.data.data_ptr()
+        assert torch.equal(a.gate_up.data, b.gate_up.data)
     if hasattr(model.model.layers[1].self_attn, "k_proj"):  # the modules are views: nothing is stored twice
         q = model.config.num_attention_heads * model.config.head_dim
-        at = weights.layers[1].qkv[q:].data_ptr()
+        at = weights.layers[1].qkv.data[q:].data_ptr()
         assert model.model.layers[1].self_attn.k_proj.weight.data_ptr() == at
 
 

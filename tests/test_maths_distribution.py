@@ -47,6 +47,7 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 3.0, dtype: torch.d
         (SamplingParams(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
         (SamplingParams(top_k=7), [TopKLogitsWarper(7)]),
         (SamplingParams(top_k=600), [TopKLogitsWarper(600)]),
+        (SamplingParams(top_k=1), [TopKLogitsWarper(1)]),
         (SamplingParams(top_p=0.8), [TopPLogitsWarper(0.8)]),
         (SamplingParams(top_p=0.999), [TopPLogitsWarper(0.999)]),
         (SamplingParams(top_p=0.01), [TopPLogitsWarper(0.01)]),

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Protocol
 
 from .config import DraftConfig
+from .maths.draft_cost import DraftSeconds
 from .types import DraftView, Proposal, Round
 
 __all__ = ["AdaptiveController", "Controller", "FixedController", "TwoMinds", "controller_for"]
@@ -217,7 +218,7 @@ class AdaptiveController:
         self.free = free
         self.ends_itself = ends_itself
         self._costs = _Costs()
-        self._draft_step: deque[float] = deque(maxlen=15)
+        self._drafting = DraftSeconds()
         self._overhead: deque[float] = deque(maxlen=15)
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
         self._rows = 1
@@ -234,10 +235,9 @@ class AdaptiveController:
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         limits = [min(limit, self.max_gamma) for limit in limits]
-        step = median(self._draft_step) if self._draft_step else 0.0
         chances = [self._chances(view.id, 0, limit) for view, limit in zip(views, limits, strict=True)]
-        width = self._best_width(chances, step)
-        if width and self.ends_itself and self._draft_step:
+        width = self._best_width(chances, *self._drafting.line())
+        if width and self.ends_itself and self._drafting:
             return limits  # whether to draft is settled here, how far at every token
         return self._with_probes(views, [min(width, limit) for limit in limits], limits)
 
@@ -246,7 +246,7 @@ class AdaptiveController:
             self._chances(view.id, p.strength, len(p)) if p is not None else []
             for view, p in zip(views, proposals, strict=True)
         ]
-        width = self._best_width(chances, 0.0)
+        width = self._best_width(chances, 0.0, 0.0)
         limits = [len(p) if p is not None else 0 for p in proposals]
         keep = self._with_probes(views, [min(width, limit) for limit in limits], limits)
         # A guess of unknown strength was paid for beforehand, and may have been drawn at random: it stays whole.
@@ -265,7 +265,7 @@ class AdaptiveController:
         # A drafter that was not asked for a while first reads what it missed (at the start, the whole prompt):
         # that is no draft step.
         if paid and all(r.sequence in self._awake for r in paid):
-            self._draft_step.append(first.draft_seconds / max(r.drafted for r in paid))
+            self._drafting.add(max(r.drafted for r in paid), first.draft_seconds)
         self._overhead.append(max(0.0, first.round_seconds - first.verify_seconds - first.draft_seconds))
         for r in rounds:
             self._idle[r.sequence] = 0 if r.drafted else self._idle.get(r.sequence, 0) + 1
@@ -282,9 +282,9 @@ class AdaptiveController:
         next one is usually worth.
         """
         pace, wider = self._pace_and_price()
-        if not pace or not self._draft_step:
+        if not pace or not self._drafting:
             return 0.0
-        return pace * (median(self._draft_step) + wider) / self._shared_hits(0).rate
+        return pace * (self._drafting.line()[1] + wider) / self._shared_hits(0).rate
 
     def least_kept(self) -> float:
         pace, wider = self._pace_and_price()
@@ -333,8 +333,9 @@ class AdaptiveController:
 
     # -- cost
 
-    def _best_width(self, chances: Sequence[Sequence[float]], step: float) -> int:
-        """The draft length that gives the most tokens a second over all rows; ``step``: seconds a drafted token."""
+    def _best_width(self, chances: Sequence[Sequence[float]], start: float, step: float) -> int:
+        """The draft length that gives the most tokens a second over all rows. ``start``, ``step``: seconds that any
+        draft takes, and more for each of its tokens."""
         rows = len(chances)
         longest = max((len(c) for c in chances), default=0)
         table = self._costs.table(rows)
@@ -346,7 +347,8 @@ class AdaptiveController:
         for gamma, forward in enumerate(_by_width(table, longest + 1)):
             if gamma:
                 emitted += sum(c[gamma - 1] for c in chances if len(c) >= gamma)
-            speed = emitted / max(forward + gamma * step + rest, 1e-9)
+            drafting = start + gamma * step if gamma else 0.0
+            speed = emitted / max(forward + drafting + rest, 1e-9)
             if gamma == 0:
                 plain_speed = speed
             if speed > best_speed:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .drafters.base import Drafter
 from .machine.kvcache import Slab
+from .maths.inner import PLAIN, Inner
 from .maths.tree import Topology
 from .types import DraftView, Proposal, Verdict
 
@@ -204,6 +205,8 @@ class TableRunner:
     A ``ModelRunner`` that keeps its tokens as keys in a real slab and looks the earlier one up there, so a wrong row,
     slot, rollback or swap shows as a wrong answer. ``logits`` [V, V, V]: [token before, token, next].
     """
+
+    inner: Inner = PLAIN
 
     def __init__(self, logits: Tensor, *, rows: int = 4, max_len: int = 64, margin: int = 16) -> None:
         self.table = logits

@@ -32,6 +32,7 @@ def chat(
     speculate: common.Speculate = True,
     dtype: common.Dtype = "auto",
     quantization: common.Quantization = "auto",
+    draft_quantization: common.DraftQuantization = "auto",
     device: common.Device = None,
     context: common.Context = None,
 ) -> None:
@@ -47,7 +48,16 @@ def chat(
         verification=verification,
         speculate=speculate,
     )
-    llm = common.open_llm(model, draft, gamma, dtype=dtype, quantization=quantization, device=device, context=context)
+    llm = common.open_llm(
+        model,
+        draft,
+        gamma,
+        dtype=dtype,
+        quantization=quantization,
+        draft_quantization=draft_quantization,
+        device=device,
+        context=context,
+    )
     console, notes = Console(highlight=False, soft_wrap=True), common.errors_console()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

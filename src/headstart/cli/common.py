@@ -19,6 +19,7 @@ __all__ = [
     "Context",
     "Device",
     "Draft",
+    "DraftQuantization",
     "Dtype",
     "Gamma",
     "MaxTokens",
@@ -66,8 +67,12 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Quantization = Annotated[
     str,
     typer.Option(
-        help="Weights on a CPU: int8, int4, none, or auto (the embedded model's own 4-bit weights; others as they are)."
+        help="Weights: int8, int4, none, or auto (on a CPU the embedded model's own 4-bit weights; others as they are)."
     ),
+]
+DraftQuantization = Annotated[
+    str,
+    typer.Option(help="The same for a draft model, which cannot change the text: int8, int4, none, or auto."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... Without it: a GPU if there is one.")]
 Context = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
@@ -85,6 +90,7 @@ def open_llm(
     *,
     dtype: str,
     quantization: str,
+    draft_quantization: str,
     device: str | None,
     context: int | None,
     rows: int = 1,
@@ -107,6 +113,7 @@ def open_llm(
             gamma=amount,  # type: ignore[arg-type]  # checked by DraftConfig
             dtype=dtype,
             quantization=None if quantization == "none" else quantization,  # type: ignore[arg-type]  # checked there
+            draft_quantization=None if draft_quantization == "none" else draft_quantization,  # type: ignore[arg-type]
             device=device,
             max_model_len=context,
             max_rows=rows,

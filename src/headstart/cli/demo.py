@@ -54,12 +54,22 @@ def demo(
     max_tokens: common.MaxTokens = 96,
     dtype: common.Dtype = "auto",
     quantization: common.Quantization = "auto",
+    draft_quantization: common.DraftQuantization = "auto",
     device: common.Device = None,
     context: common.Context = None,
 ) -> None:
     """Run three prompts plain and speculative, and compare."""
     console = Console()
-    llm = common.open_llm(model, draft, gamma, dtype=dtype, quantization=quantization, device=device, context=context)
+    llm = common.open_llm(
+        model,
+        draft,
+        gamma,
+        dtype=dtype,
+        quantization=quantization,
+        draft_quantization=draft_quantization,
+        device=device,
+        context=context,
+    )
     console.print(
         f"\n[bold]Target[/] {common.describe(llm.report)}\n[bold]Draft[/]  {llm.drafter_name}, gamma {gamma}\n"
     )

@@ -47,6 +47,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
     dtype: common.Dtype = "auto",
     quantization: common.Quantization = "auto",
+    draft_quantization: common.DraftQuantization = "auto",
     device: common.Device = None,
     context: common.Context = None,
 ) -> None:
@@ -67,7 +68,16 @@ def generate(
         repetition_penalty=repetition_penalty,
         logprobs=logprobs,
     )
-    llm = common.open_llm(model, draft, gamma, dtype=dtype, quantization=quantization, device=device, context=context)
+    llm = common.open_llm(
+        model,
+        draft,
+        gamma,
+        dtype=dtype,
+        quantization=quantization,
+        draft_quantization=draft_quantization,
+        device=device,
+        context=context,
+    )
     asked: Any = text
     if not raw and llm.has_chat_template:
         asked = [{"role": "user", "content": text}]

@@ -24,7 +24,8 @@ from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..types import DraftView, Proposal
 from .base import Drafter
-from .pen import AGREEMENT_HEAT, Pen, just_argmax
+from .kernel_chains import kernel_chains
+from .pen import Pen, touches_logits
 from .watched import WatchedRunner, check_shapes
 
 __all__ = ["HeadDrafter"]
@@ -255,12 +256,12 @@ class HeadDrafter(Drafter):
     # -- drafting
 
     def _chains(self, asked: Asked) -> dict[str, Proposal]:
-        if self._kernel is not None and all(just_argmax(view.params) for view, _ in asked.values()):
-            return self._greedy_chains(asked, self._kernel)
+        if self._kernel is not None and not any(touches_logits(view.params) for view, _ in asked.values()):
+            return self._kernel_chains(asked, self._kernel)
         keys, ends, logits, y = self._first(asked)
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        pen = Pen(views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids)
+        pen = Pen(views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids, self.target.inner)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
         least_hope, least_next = self._least(len(asked))
         reached: Tensor | float = 1.0
@@ -310,18 +311,17 @@ class HeadDrafter(Drafter):
         y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))
         return self.net.logits(y)[:, 0], y
 
-    def _greedy_chains(self, asked: Asked, kernel: HeadKernel) -> dict[str, Proposal]:
+    def _kernel_chains(self, asked: Asked, kernel: HeadKernel) -> dict[str, Proposal]:
         """The whole draft in one call."""
         keys, starts, feed = self._missing(asked)
+        some = next(iter(asked.values()))  # idle rows draw as any other; it is thrown away
+        views = [asked.get(key, some)[0] for key in keys]
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
         features = self._all_features(keys, starts, feed)
-        kept, followed = self._least(len(asked))
-        drafted = kernel.chains(
-            starts, feed, features, budgets, heat=AGREEMENT_HEAT, least_hope=kept, least_next=followed
-        )
+        drafted = kernel_chains(kernel, views, starts, feed, features, budgets, self._least(len(asked)))
         for row, line in enumerate(feed):
             self.slab.extend(row, line)
-        return {key: Proposal.chain(line) for key, line in zip(keys, drafted, strict=True) if key in asked}
+        return {key: proposal for key, proposal in zip(keys, drafted, strict=True) if key in asked}
 
     def _all_features(
         self, keys: Sequence[str], starts: Sequence[int], feed: Sequence[Sequence[int]]

@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
         feed = [asked[key][0].tokens[levels[row] :] if key in asked else [0] for row, key in enumerate(keys)]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        pen = Pen(views, self.vocab_size, self.width, device)
+        pen = Pen(views, self.vocab_size, self.width, device, inner=self.runner.inner)
 
         widest = max(map(len, feed))
         padded = [line + [0] * (widest - len(line)) for line in feed]

@@ -20,15 +20,20 @@ from ..maths.distribution import History, Warp, argmaxes, probabilities, process
 from ..maths.inner import PLAIN, Inner
 from ..types import DraftView, SamplingParams
 
-__all__ = ["AGREEMENT_HEAT", "Pen", "draft_keys", "draw_tokens", "fit", "just_argmax"]
+__all__ = ["AGREEMENT_HEAT", "Pen", "draft_keys", "draw_tokens", "fit", "just_argmax", "touches_logits"]
 
 AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
 
 
 def just_argmax(params: SamplingParams) -> bool:
     """Is every token simply the likeliest one, with nothing added to the logits?"""
+    return params.greedy and not touches_logits(params)
+
+
+def touches_logits(params: SamplingParams) -> bool:
+    """Is anything added to the logits before the temperature, but for min_tokens?"""
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    return params.greedy and not params.logit_bias and penalties == (0.0, 0.0, 1.0)
+    return bool(params.logit_bias) or penalties != (0.0, 0.0, 1.0)
 
 
 class Pen:
@@ -41,6 +46,7 @@ class Pen:
         width: int,
         device: torch.device,
         ids: torch.Tensor | None = None,
+        inner: Inner = PLAIN,
     ) -> None:
         """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have.
 
@@ -48,7 +54,7 @@ class Pen:
         has probability zero.
         """
         params = [view.params for view in views]
-        self.width = width
+        self.width, self._inner = width, inner
         self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
         self.point = [p.greedy or p.verification == "coupled" for p in params]
         self._ids = ids
@@ -82,6 +88,7 @@ class Pen:
             None if self.warp.all_greedy else self._keys(offset),
             outputs=self._outputs + offset,
             history=self._history,
+            inner=self._inner,
         )
         if q is not None and not all(self.point):
             self._q.append(q)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import ModelRefused
 from ..machine.head import HeadNet
 from ..machine.kvcache import Slab
+from ..maths.inner import Inner
 
 __all__ = ["WatchedRunner", "check_shapes"]
 
@@ -30,6 +31,8 @@ class WatchedRunner(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def inner(self) -> Inner: ...
     def watch(self, layers: Sequence[int]) -> None: ...
     def features(self, row: int, start: int, stop: int) -> Tensor: ...
 

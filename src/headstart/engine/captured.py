@@ -35,6 +35,7 @@ __all__ = ["CapturedRounds", "DeviceRunner", "Flight", "Outcome", "draft_lengths
 KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _FEW_LENGTHS = (0, 1, 3, 6, 12, 24, 48)
+_PREFILLS = (64, 24, 12, 3)  # prompt lengths of every class of kernels
 
 
 def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ...]:
@@ -83,13 +84,14 @@ class CapturedRounds:
         vocab_size: int,
         lengths: Seq[int],
         inner: Inner = PLAIN,
+        in_one: bool = False,
     ) -> None:
-        """``lengths``: the draft lengths there are recordings for, 0 among them."""
+        """``lengths``: the draft lengths there are recordings for, 0 among them. ``in_one``: see ``Programs``."""
         self._target, self._drafter = target, drafter
         self.lengths = tuple(sorted({0, *lengths}))
         slab = target.slab
         self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
-        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), inner)
+        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), inner, in_one=in_one)
         self._recorder = Recorder(target.device)
         self._drafts: dict[Shape, Recording] = {}
         self._verifies: dict[Shape, Recording] = {}
@@ -305,6 +307,28 @@ class CapturedRounds:
             report(len(shapes), len(shapes))
         self._sealed = True
 
+    def rehearsed(self) -> Iterator[Callable[[], None]]:
+        """Everything that will be recorded or run, each once and briefly, to be called before ``warm_up``.
+
+        What it does to the rows is put back when the iterator ends.
+        """
+        kept = [tensor.clone() for tensor in self._programs.changed(len(self._state.lengths))]
+        for shape in self._shapes():
+            for runner, body in self._bodies(shape):
+                yield partial(self._briefly, runner, body)
+        runners = (self._target, *([self._drafter.runner] if self._drafter is not None else []))
+        for runner in runners:
+            for width in _PREFILLS:
+                yield partial(self._briefly, runner, partial(_read_zeros, runner, width))
+        for tensor, value in zip(self._programs.changed(len(self._state.lengths)), kept, strict=True):
+            tensor.copy_(value)
+
+    def _bodies(self, shape: Shape) -> Iterator[tuple[ModelRunner, Callable[[], None]]]:
+        """The programs of a shape, and whose layers they run."""
+        yield self._target, partial(self._programs.verify, shape)
+        if shape.gamma and self._drafter is not None:
+            yield self._drafter.runner, partial(self._programs.draft, shape, min(2, shape.gamma))
+
     def _shapes(self) -> Iterator[Shape]:
         """The largest first, so that the others find their memory there."""
         for bound in reversed(self._bounds):
@@ -334,6 +358,11 @@ class CapturedRounds:
     def _briefly(runner: ModelRunner, body: Callable[[], None]) -> None:
         with runner.brief() if isinstance(runner, EagerRunner) else nullcontext():
             body()
+
+
+def _read_zeros(runner: ModelRunner, width: int) -> None:
+    tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
+    runner.forward(slice(0, 1), tokens, [0], keep=1)
 
 
 def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:

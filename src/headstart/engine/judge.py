@@ -17,18 +17,18 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..drafters.pen import just_argmax
+from ..drafters.pen import just_argmax, touches_logits
 from ..maths import noise
-from ..maths.distribution import History, Warp, argmaxes, probabilities
-from ..maths.inner import PLAIN, Inner
+from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
+from ..maths.inner import PLAIN, ChainJudge, Inner, Rule
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
 from ..types import Draw, Origin, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
-__all__ = ["Batch", "Group", "decide", "decide_mixed", "group_of", "judge", "logprobs_along"]
+__all__ = ["Batch", "Group", "decide", "decide_mixed", "group_of", "judge", "logprobs_along", "targets_of"]
 
-Group = Literal["greedy", "coupled", "token", "block"]
+Group = Rule
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Batch:
         return self.tokens.shape[1]
 
 
-def judge(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PLAIN) -> list[Verdict | None]:
     """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass)."""
     if (
         batch.topology.is_chain
@@ -64,6 +64,8 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict |
         and all(just_argmax(s.params) and s.params.min_tokens <= s.output_length for s in batch.sequences)
     ):
         return _follow(logits, batch, vocab_size)
+    if inner.judged is not None and batch.topology.is_chain and logits.dtype == torch.float32:
+        return _judge_chains(logits, batch, vocab_size, inner.judged)
     groups: dict[Group, list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         groups.setdefault(group_of(sequence, drafted=proposal is not None), []).append(row)
@@ -73,7 +75,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict |
         if len(rows) < len(batch.sequences):
             part = Batch.of([batch.sequences[r] for r in rows], [batch.proposals[r] for r in rows], logits.device)
             part_logits = logits[rows, : part.width]
-        for row, verdict in zip(rows, _judge_group(group, part_logits, part, vocab_size), strict=True):
+        for row, verdict in zip(rows, _judge_group(group, part_logits, part, vocab_size, inner), strict=True):
             verdicts[row] = verdict
     return verdicts
 
@@ -92,12 +94,54 @@ def _follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict
                 token = -1
             if held == len(drafted) or drafted[held] != token:
                 break
-        if token < 0:
-            found.append(None)
-        else:
-            origin: Origin = "plain" if proposal is None else "bonus" if held == len(drafted) else "correction"
-            found.append(Verdict(tuple(range(held)), token, origin))
+        found.append(_chain_verdict(held, token, proposal))
     return found
+
+
+def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, judged: ChainJudge) -> list[Verdict | None]:
+    """Chains, row by row, each in one call: what ``decide`` says of them."""
+    found: list[Verdict | None] = []
+    for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
+        drafted = proposal.tokens if proposal is not None else ()
+        x = logits[row, : len(drafted) + 1, :vocab_size]
+        if touches_logits(sequence.params) or sequence.params.min_tokens > sequence.output_length:
+            x = _processed(x, sequence, drafted, vocab_size)
+        held, token = judged(
+            x,
+            sequence.params,
+            group_of(sequence, drafted=proposal is not None),
+            seed=sequence.seed,
+            base=len(sequence.tokens),
+            tokens=drafted,
+            q=proposal.q if proposal is not None and proposal.draw != "point" else None,
+        )
+        found.append(_chain_verdict(held, token, proposal))
+    return found
+
+
+def _processed(x: torch.Tensor, sequence: Sequence, drafted: Seq[int], vocab_size: int) -> torch.Tensor:
+    """Bias, min_tokens and penalties on one row's logits [N+1, V]."""
+    warp = Warp.of([sequence.params], vocab_size=vocab_size, eos=[tuple(sequence.ending_ids)], device=x.device)
+    history = None
+    if warp.needs_history:
+        prompt, output = sequence.tokens[: sequence.prompt_length], sequence.tokens[sequence.prompt_length :]
+        history = History.of([prompt], [output], x.shape[1], x.device)
+    return processed(
+        x[None],
+        warp,
+        outputs=torch.tensor([sequence.output_length]),
+        tokens=torch.tensor([[sequence.tokens[-1], *drafted]]),
+        topology=Topology.chain([len(drafted)], x.device),
+        history=history,
+    )[0]
+
+
+def _chain_verdict(held: int, token: int, proposal: Proposal | None) -> Verdict | None:
+    """``held`` tokens of the chain and the target's own; None if that is -1."""
+    if token < 0:
+        return None
+    origin: Origin = "plain" if proposal is None else "bonus" if held == len(proposal.tokens) else "correction"
+    return Verdict(tuple(range(held)), token, origin)
 
 
 def group_of(sequence: Sequence, *, drafted: bool) -> Group:
@@ -109,7 +153,9 @@ def group_of(sequence: Sequence, *, drafted: bool) -> Group:
     return sequence.params.verification
 
 
-def _judge_group(group: Group, logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+def _judge_group(
+    group: Group, logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner
+) -> list[Verdict | None]:
     device = logits.device
     sequences = batch.sequences
     params = [s.params for s in sequences]
@@ -131,6 +177,7 @@ def _judge_group(group: Group, logits: torch.Tensor, batch: Batch, vocab_size: i
         base=torch.tensor([len(s.tokens) for s in sequences], device=device),
         q=None if group in ("greedy", "coupled") else _stack_q(batch, logits.shape[-1]),
         kinds=[proposal.draw if proposal is not None else "point" for proposal in batch.proposals],
+        inner=inner,
     )
     return _to_host(verdicts, batch)
 
@@ -154,17 +201,36 @@ def decide(
 
     outputs, seeds, base: [R], tokens written so far, seeds, committed tokens. Nothing here waits for the device.
     """
-    if group == "greedy":
-        targets = argmaxes(
-            logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner
-        )
+    if group == "greedy" or group == "coupled":
+        targets = targets_of(
+            group, logits, warp, tokens=tokens, topology=topology, outputs=outputs, history=history, seeds=seeds,
+            base=base, inner=inner,
+        )  # fmt: skip
         return coupled_rule(targets, tokens, topology)
     p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
     chance = CounterChance(seeds, base, topology.width, inner)
-    if group == "coupled":
-        return coupled_rule(chance.targets(p, topology.depth), tokens, topology)
     rule = token_rule if group == "token" else block_rule
     return rule(p, q, tokens, topology, kinds, chance)
+
+
+def targets_of(
+    group: Literal["greedy", "coupled"],
+    logits: torch.Tensor,
+    warp: Warp,
+    *,
+    tokens: torch.Tensor,
+    topology: Topology,
+    outputs: torch.Tensor,
+    history: History | None,
+    seeds: torch.Tensor,
+    base: torch.Tensor,
+    inner: Inner = PLAIN,
+) -> torch.Tensor:
+    """The token that the target itself puts after each node [R, N+1]; -1 where its numbers are broken."""
+    if group == "greedy":
+        return argmaxes(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
+    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
+    return CounterChance(seeds, base, topology.width, inner).targets(p, topology.depth)
 
 
 def decide_mixed(

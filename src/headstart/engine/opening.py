@@ -6,15 +6,17 @@ Knows: which models can be recorded, and how to say that it takes a moment. Does
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from time import perf_counter
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..config import DraftConfig
 from ..drafters.base import Drafter
 from ..drafters.model import ModelDrafter
-from ..machine.fused import inner_loops
+from ..machine.fused import available, inner_loops
 from ..machine.runner import EagerRunner
 from .captured import CapturedRounds, DeviceRunner, draft_lengths
 from .overlap import OverlappedRounds
@@ -39,15 +41,34 @@ def open_captured(
     lengths = draft_lengths(config.most, fixed=fixed, few=slow) if drafter is not None else (0,)
     overlap = config.overlap if config.overlap is not None else fixed and not slow
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
-    rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner_loops(runner.device))
+    inner = inner_loops(runner.device)
+    rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
     started = perf_counter()
     try:
+        if not slow:
+            _compile(rounds)
         _warm_up(rounds)
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
         log.warning("rounds are played step by step: %s cannot be recorded (%s)", type(runner.model).__name__, error)
         return None
     log.info("recorded %d programs in %.1f s", rounds.recordings, perf_counter() - started)
     return rounds
+
+
+@torch.inference_mode()
+def _compile(rounds: CapturedRounds) -> None:
+    """All kernels at once, before the first is wanted: one after another takes several times as long."""
+    from ..machine.fused.ahead import rehearsal
+
+    started, console = perf_counter(), Console(stderr=True)
+    try:
+        with console.status("compiling kernels") if console.is_terminal else nullcontext(), rehearsal() as names:
+            for body in rounds.rehearsed():
+                body()
+    except Exception as error:  # each is compiled where it is first used, then
+        log.warning("kernels are compiled one by one: %s", error)
+    else:
+        log.info("compiled %d kernels in %.1f s", len(names), perf_counter() - started)
 
 
 def _warm_up(rounds: CapturedRounds) -> None:

@@ -13,6 +13,7 @@ the verifying down.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from ..machine.graphs import Recorder, Recording
+from ..machine.runner import ModelRunner
 from ..maths import noise
 from .captured import CapturedRounds, Flight, Outcome
 from .programs import DeviceRunner, Shape
@@ -30,6 +32,11 @@ __all__ = ["OverlappedRounds"]
 
 WORTH = 0.5  # the share of whole acceptances under which there is no continuation
 FADE = 0.1  # how fast old rounds are forgotten in it
+
+
+def _goes_on(shape: Shape) -> bool:
+    """Is there a continuation for rounds of this shape?"""
+    return shape.rows == 1 and shape.gamma > 0 and shape.kind != "full"
 
 
 class OverlappedRounds(CapturedRounds):
@@ -91,9 +98,15 @@ class OverlappedRounds(CapturedRounds):
 
     def warm_up(self, report: Any = None) -> None:
         for shape in list(self._shapes()):
-            if shape.rows == 1 and shape.gamma and shape.kind != "full":
+            if _goes_on(shape):
                 self._continuation(shape)
         super().warm_up(report)
+
+    def _bodies(self, shape: Shape) -> Iterator[tuple[ModelRunner, Callable[[], None]]]:
+        yield from super()._bodies(shape)
+        if _goes_on(shape):
+            assert self._drafter is not None
+            yield self._drafter.runner, partial(self._continue, shape)
 
     def forget(self) -> None:
         self._wait()

@@ -9,7 +9,7 @@ Nothing here reads a tensor on the host, so on a GPU a program is recorded once 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from ..machine.runner import ModelRunner
 from ..maths.inner import PLAIN, Inner
 from ..maths.noise import Keys
 from ..maths.tree import Topology
-from ..maths.verify import Verdicts
+from ..maths.verify import Verdicts, coupled_rule
 from ..maths.warp import History, Warp
 from ..types import MAX_LOGPROBS, Draw
 from .device_rows import DeviceRows, Kind
-from .judge import decide, decide_mixed
+from .judge import decide_mixed, targets_of
 
 __all__ = ["DeviceRunner", "Logprobs", "Programs", "Shape"]
 
@@ -62,10 +62,17 @@ class Programs:
     """The two programs of any shape, and the buffers they share."""
 
     def __init__(
-        self, state: DeviceRows, target: DeviceRunner, drafter: ModelDrafter | None, most: int, inner: Inner = PLAIN
+        self,
+        state: DeviceRows,
+        target: DeviceRunner,
+        drafter: ModelDrafter | None,
+        most: int,
+        inner: Inner = PLAIN,
+        *,
+        in_one: bool = False,
     ) -> None:
-        """``most``: the longest draft."""
-        self.state, self.inner = state, inner
+        """``most``: the longest draft. ``in_one``: a round's end is one kernel."""
+        self.state, self.inner, self._in_one = state, inner, in_one
         self._target, self._drafter = target, drafter
         rows, device = len(state.lengths), state.device
         self.most = most
@@ -79,6 +86,10 @@ class Programs:
             torch.zeros(rows, most + 1, top, dtype=torch.int64, device=device),
         )
         self._chains: dict[tuple[int, int], Topology] = {}  # made before anything is recorded
+        # [N, 1] for 1 and for 2 tokens that are fed first: how far behind them each step's token stands.
+        self._steps = {
+            fed: torch.tensor([[i + fed - 1 if i else 0] for i in range(most)], device=device) for fed in (1, 2)
+        }
         self._scratch = torch.zeros_like(state.counts) if drafter is not None else None
 
     def q(self, rows: int, gamma: int) -> Tensor:
@@ -128,10 +139,11 @@ class Programs:
         assert self._drafter is not None
         runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
         warp = s.warp(rows, shape.kind, draft=True)
-        places = torch.arange(count, device=s.device)
-        slots = _aligned(at + (places + torch.where(places > 0, fed.shape[1] - 1, 0))[:, None])  # [N, R]
+        slots = _lines(count, rows, s.device)  # [N, R]
+        torch.add(at, self._steps[fed.shape[1]][:count], out=slots)
         keys = None
         if shape.kind != "greedy":
+            places = torch.arange(count, device=s.device)
             words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.inner)
             keys = tuple(_aligned(word.T) for word in words)
         for i in range(count):
@@ -159,47 +171,77 @@ class Programs:
         s, rows, gamma = self.state, shape.rows, shape.gamma
         tokens = torch.cat([s.last[:rows, 1:], self.drafts[:gamma, :rows].T], dim=1)
         logits = self._target.device_forward(tokens, s.lengths[:rows], gamma + 1, shape.bound)
-        verdicts = self._decide(shape, logits, tokens)
+        if shape.kind == "greedy" or shape.kind == "coupled":
+            targets = targets_of(
+                shape.kind, logits, s.warp(rows, shape.kind, draft=False), **self._known(shape, tokens)
+            )
+            accepted, token = self._close(shape, tokens, targets, None)
+        else:
+            accepted, token = self._close(shape, tokens, None, self._decide(shape, logits, tokens))
+        if shape.kind == "full":
+            self._books(shape, logits, tokens, accepted, token)
+
+    def _close(
+        self, shape: Shape, tokens: Tensor, targets: Tensor | None, verdicts: Verdicts | None
+    ) -> tuple[Tensor, Tensor]:
+        """End a round: tell the result, and move the rows on. Accepted drafts [R] and the target's own token [R].
+
+        targets [R, N+1]: tokens that the rows follow; or what a rejection rule found.
+        """
+        s, rows, gamma = self.state, shape.rows, shape.gamma
+        if self._in_one:
+            from ..machine.fused.kernels_rounds import Table, close_round
+
+            table = Table(s.last, s.places, self.result, s.limits, s.advance)
+            found = None if verdicts is None else (verdicts.accepted, verdicts.token, verdicts.ok)
+            return close_round(tokens, table, targets=targets, verdicts=found)
+        if verdicts is None:
+            assert targets is not None
+            verdicts = coupled_rule(targets, tokens, self._topology(shape))
         accepted, token = verdicts.accepted[:, None], verdicts.token.clamp_min(0)[:, None]
         told = torch.cat([accepted, token, verdicts.ok[:, None].to(torch.int64), tokens[:, 1:]], dim=1)
         self.result[:rows, : gamma + 3] = told
-        if shape.kind == "full":
-            self._books(shape, logits, tokens, verdicts.accepted, token[:, 0])
         s.last[:rows] = torch.cat([tokens.gather(1, accepted), token], dim=1)
         s.places[:, :rows] += (verdicts.accepted + 1) * s.advance[:rows]
+        return verdicts.accepted, token[:, 0]
 
     def _topology(self, shape: Shape) -> Topology:
         """Chains of gamma tokens, of which each row takes as many as its limit says."""
+        chain = self._chain(shape)
+        return replace(chain, valid=chain.depth <= self.state.limits[: shape.rows, None])
+
+    def _chain(self, shape: Shape) -> Topology:
         key = (shape.rows, shape.gamma)
         if key not in self._chains:
             self._chains[key] = Topology.chain([shape.gamma] * shape.rows, self.state.device)
-        chain = self._chains[key]
-        return replace(chain, valid=chain.depth <= self.state.limits[: shape.rows, None])
+        return self._chains[key]
+
+    def _known(self, shape: Shape, tokens: Tensor) -> dict[str, Any]:
+        """What every rule is told of the rows."""
+        s, rows = self.state, shape.rows
+        follows = shape.kind == "greedy" or shape.kind == "coupled"
+        return {
+            "tokens": tokens,
+            "topology": self._chain(shape) if follows else self._topology(shape),
+            "outputs": s.outputs[:rows],
+            "history": s.history(rows) if shape.kind == "full" else None,
+            "seeds": s.seeds[:rows],
+            "base": s.lengths[:rows] if shape.kind == "greedy" else s.lengths[:rows] + 1,  # greedy: not looked at
+            "inner": self.inner,
+        }
 
     def _decide(self, shape: Shape, logits: Tensor, tokens: Tensor) -> Verdicts:
         s, rows, gamma = self.state, shape.rows, shape.gamma
         kinds: list[Draw] = ["iid"] * rows
-        known = {
-            "tokens": tokens,
-            "topology": self._topology(shape),
-            "outputs": s.outputs[:rows],
-            "history": s.history(rows) if shape.kind == "full" else None,
-            "seeds": s.seeds[:rows],
-            "base": s.lengths[:rows] + 1,
-            "kinds": kinds,
-            "inner": self.inner,
-        }
-        warp = s.warp(rows, shape.kind, draft=False)
-        if shape.kind == "greedy" or shape.kind == "coupled":
-            return decide(shape.kind, logits, warp, q=None, **known)  # type: ignore[arg-type]
         rejects, block = (s.codes[:, :rows] > 0).unbind(0)
         return decide_mixed(
             logits,
-            warp,
+            s.warp(rows, shape.kind, draft=False),
             q=self.q(rows, gamma),
+            kinds=kinds,
             rejects=None if shape.kind == "rejected" else rejects,
             block=block,
-            **known,  # type: ignore[arg-type]
+            **self._known(shape, tokens),
         )
 
     def _books(self, shape: Shape, logits: Tensor, tokens: Tensor, accepted: Tensor, token: Tensor) -> None:
@@ -217,9 +259,11 @@ class Programs:
         self.logprobs.ids[:rows, :nodes] = best.indices
 
 
+def _lines(count: int, width: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """[N, R] with every line at a multiple of 16 bytes: Triton compiles a kernel anew for each alignment it meets."""
+    return torch.empty(count, -(-width // 4) * 4, device=device, dtype=dtype)[:, :width]
+
+
 def _aligned(x: Tensor) -> Tensor:
-    """x [N, R] with every line at a multiple of 16 bytes: Triton compiles a kernel anew for each alignment it meets."""
-    lines, width = x.shape
-    wide = x.new_zeros(lines, -(-width // 4) * 4)
-    wide[:, :width] = x
-    return wide[:, :width]
+    """x [N, R] with lines as ``_lines`` makes them."""
+    return _lines(*x.shape, device=x.device, dtype=x.dtype).copy_(x)

@@ -64,7 +64,7 @@ def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool
         batch = Batch.of(sequences, proposals, parts.runner.device)
         logits = _forward(parts, batch, first_row, lengths, behind)
         verified = perf_counter()
-        verdicts = judge(logits, batch, parts.vocab_size)
+        verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
         outcome = Outcome(proposals, verdicts, drafted - started, verified - drafted, logits)
 
     kept = _commit(parts, sequences, first_row, outcome)

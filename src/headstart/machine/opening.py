@@ -9,19 +9,20 @@ weights. A draft's guesses are checked by the target, so there "auto" rounds wha
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..errors import ModelRefused
+from . import fused
 from .cpu.opening import check_quantization, described, open_packed, reason_against
 from .cpu.packed import Packed
 from .cpu.runner import CpuRunner
 from .embedded import PACKED_KIND, embedded_outline, embedded_packed, is_embedded
-from .fused import open_runner
-from .loading import Loaded, load
+from .loading import Capability, Loaded, load
 from .runner import EagerRunner
 
 __all__ = ["Opened", "Quantization", "Runner", "load_draft", "load_target", "runner_for"]
@@ -39,6 +40,7 @@ class Opened:
     loaded: Loaded
     quantization: str | None = None
     packed: Packed | None = None  # where they lie ready
+    ours: bool = False  # nobody else holds the model, so its float weights may be dropped
 
 
 def load_target(
@@ -60,7 +62,8 @@ def load_target(
             return Opened(embedded_outline(Path(source).expanduser()), PACKED_KIND, packed)
         log.info("the embedded model runs in float32: its 4-bit weights or a C++ compiler are missing")
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
-    return Opened(loaded, None if quantization == "auto" else quantization)
+    ours = not isinstance(source, PreTrainedModel)
+    return Opened(loaded, None if quantization == "auto" else quantization, ours=ours)
 
 
 def load_draft(
@@ -71,7 +74,7 @@ def load_draft(
     loaded = load(source, dtype=dtype, **placement)
     if quantization == "auto":
         quantization = "int8" if reason_against(loaded) is None else None
-    return Opened(loaded, quantization)
+    return Opened(loaded, quantization, ours=not isinstance(source, PreTrainedModel))
 
 
 def runner_for(
@@ -79,6 +82,8 @@ def runner_for(
 ) -> tuple[Runner, Loaded]:
     """The fastest runner for the model here, and the model with its report brought up to date."""
     loaded = opened.loaded
+    if opened.quantization is not None and loaded.model.device.type == "cuda":
+        return _rounded_on_gpu(opened, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
     if opened.quantization is not None:
         runner = open_packed(
             loaded,
@@ -90,10 +95,36 @@ def runner_for(
             packed=opened.packed,
         )
         return runner, Loaded(loaded.model, loaded.tokenizer, described(loaded.report, runner.packed))
-    plain, reason = open_runner(loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
+    plain, reason = fused.open_runner(loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
     return plain, loaded
+
+
+def _rounded_on_gpu(opened: Opened, *, draft: bool, **sizes: Any) -> tuple[Runner, Loaded]:
+    loaded, kind = opened.loaded, opened.quantization
+    assert kind is not None
+    reason = fused.reason_against(loaded.model, kind)
+    if reason is not None:
+        raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
+    runner = fused.open_rounded(loaded.model, kind, draft=draft, release=opened.ours, **sizes)
+    assert runner.fused is not None
+    report = _described(loaded.report, kind, runner.fused.weights.bytes, released=opened.ours)
+    return runner, Loaded(loaded.model, loaded.tokenizer, report)
+
+
+def _described(report: Capability, kind: str, size: int, *, released: bool) -> Capability:
+    """The capability report of a model that runs rounded on a GPU."""
+    how = "a scale for each output" if kind == "int8" else "a scale and a minimum for 32 weights (output head int8)"
+    saved = f"{size / 1e9:.2f} GB instead of {report.bytes / 1e9:.2f} GB"
+    if not released:
+        saved += " a step, beside the model that was passed in, which keeps its weights"
+    note = (
+        f"weights are {kind} with {how}, embedding and activations {report.dtype}: {saved}; speculation is lossless "
+        "with respect to this rounded model"
+    )
+    total = size if released else size + report.bytes
+    return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note))
 
 
 def _on_cpu(placement: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import HeadstartError, ModelRefused
+from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
 from .attention import lend, wants_grouped
 from .kvcache import MARGIN, Slab
@@ -46,6 +47,10 @@ class ModelRunner(Protocol):
     device: torch.device  # where tokens go in and logits come out
     dtype: torch.dtype
     max_len: int
+
+    @property
+    def inner(self) -> Inner:
+        """The loops over the vocabulary that suit where the logits come out."""
 
     def forward(
         self,
@@ -122,6 +127,7 @@ def read_in(runner: ModelRunner, row: int, tokens: Sequence[int], start: int | N
 class EagerRunner:
     """Any Hugging Face causal LM over the slab, through its own modules, under ``torch.inference_mode``."""
 
+    inner: Inner = PLAIN
     BOUNDS: tuple[int, ...] = (2048, 16384, 131072)  # contexts that recorded rounds are made for, see ``bound``
 
     def __init__(

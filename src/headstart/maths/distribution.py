@@ -136,7 +136,8 @@ def _largest(p: Tensor, count: int) -> Tensor:
     values = p.detach().numpy()
     if count < size:
         values = np.partition(values, size - count, -1)[:, size - count :]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(values, -1)[:, ::-1]))
+    # A copy even of a single value, which counts as contiguous although its stride is negative.
+    return torch.from_numpy(np.sort(values, -1)[:, ::-1].copy())
 
 
 def _above(p: Tensor, floor: Tensor) -> Tensor:
@@ -258,5 +259,7 @@ def argmaxes(
         x = logits[..., : warp.vocab_size]  # a view: nothing is copied or converted
     else:
         x = processed(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, depth=depth)
+    if inner.peaks is not None:
+        return inner.peaks(x)
     best = inner.argmax(x)
     return torch.where(x.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite(), best, -1)

@@ -1,21 +1,48 @@
 """The inner loops over the vocabulary, which a machine may have faster versions of.
 
 Knows: their plain forms. Does not know: any machine; whoever has faster ones passes an ``Inner`` of its own, whose
-functions must give what these give (a logarithm may differ in its last bit).
+functions must give what these give: the same law, the same noise, the same order among equals. A float may differ in
+its last bits, so a token at the very edge of a nucleus may fall on either side, and a race that is all but even may go
+the other way. One ``Inner`` must not contradict itself: what it says of a row may not depend on the row's company,
+or coupled drafts would change the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from ..types import SamplingParams
 from . import noise
 from .argmax import argmax
 from .warp import Warp
 
-__all__ = ["PLAIN", "Inner"]
+__all__ = ["PLAIN", "ChainJudge", "Inner", "Rule"]
+
+Rule = Literal["greedy", "coupled", "token", "block"]
+
+
+class ChainJudge(Protocol):
+    """The verdict on one drafted chain in one go, where working it out in tensors of a few numbers takes too long."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        params: SamplingParams,
+        rule: Rule,
+        *,
+        seed: int,
+        base: int,
+        tokens: Sequence[int],
+        q: Tensor | None,
+    ) -> tuple[int, int]:
+        """How many of the N drafted ``tokens`` are accepted, and the target's own; -1 if its numbers are broken there.
+
+        logits [N+1, V] float32, ready for the temperature; q [N, V] what tokens were drawn from, None: a point draft.
+        """
 
 
 def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> noise.Keys:
@@ -24,15 +51,19 @@ def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int
 
 @dataclass(frozen=True)
 class Inner:
-    """Four loops that everything sampled goes through."""
+    """What everything sampled goes through."""
 
     argmax: Callable[[Tensor], Tensor] = argmax
+    #: the same, but -1 where the largest is not a finite number; None: by ``argmax``
+    peaks: Callable[[Tensor], Tensor] | None = None
     race: Callable[[Tensor, noise.Keys], Tensor] = noise.race
     keys: Callable[[Tensor, Tensor, Tensor | int, Tensor | int], noise.Keys] = _keys
     #: temperature, truncation and softmax of logits [R, N, V]; None: ``distribution``'s own
     sampled: Callable[[Tensor, Warp], Tensor] | None = None
     #: the same of logits [R, V], and a token of each by ``race``; None: one after the other
     drawn: Callable[[Tensor, Warp, noise.Keys], tuple[Tensor, Tensor]] | None = None
+    #: None: ``verify``'s rules
+    judged: ChainJudge | None = None
 
 
 PLAIN = Inner()

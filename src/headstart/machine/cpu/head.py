@@ -22,6 +22,7 @@ from ..kvcache import Slab, SlabLayer
 from .build import why_not as no_kernels
 from .library import KINDS, MatrixRecord, kernels, pool
 from .packed import GROUP, LANES
+from .sampling import REJECTING, Knobs
 
 __all__ = ["HeadKernel", "why_not"]
 
@@ -49,7 +50,7 @@ class _CallRecord(Structure):
         ("most", c_int32),
         ("budgets", c_void_p),
         *((name, c_float) for name in ("least_hope", "least_next", "heat")),
-        ("drafted", c_void_p),
+        *((name, c_void_p) for name in ("drafted", "knobs", "q")),
     ]
 
 
@@ -158,12 +159,23 @@ class HeadKernel:
         heat: float,
         least_hope: float = 0.0,
         least_next: float = 0.0,
+        knobs: Sequence[Knobs] = (),
+        q: Tensor | None = None,
     ) -> list[list[int]]:
-        """Read as ``read`` does, and draft greedily, at most ``budgets[r]`` tokens a row: none but the first that is
-        reached with less than ``least_hope``, and none behind one that is reached with less than ``least_next``, by the
-        probabilities at temperature ``heat``."""
+        """Read as ``read`` does, and draft at most ``budgets[r]`` tokens a row: none but the first that is reached
+        with less than ``least_hope``, and none behind one that is reached with less than ``least_next``, by the
+        probabilities at temperature ``heat``.
+
+        ``knobs``: how each row draws its tokens; without, all take the likeliest. ``q`` [R, most, V], float32 and
+        contiguous: to be filled with what they were drawn from, for rows that follow the token or the block rule.
+        """
         rows, most = len(starts), max(budgets)
         drafted, wanted = (c_int64 * (rows * most))(), (c_int32 * rows)(*budgets)
+        settings = (Knobs * len(knobs))(*knobs)
+        if q is None and any(row.rule in REJECTING for row in knobs):
+            raise ValueError("rejection sampling needs a place for q")
+        if q is not None and (q.shape != (rows, most, self.config.target_vocab) or q.stride(1) != q.shape[2]):
+            raise ValueError(f"q must be [{rows}, {most}, {self.config.target_vocab}] and contiguous")
         self._read(
             0,
             starts,
@@ -175,6 +187,8 @@ class HeadKernel:
             least_next=least_next,
             heat=heat,
             drafted=ctypes.addressof(drafted),
+            knobs=ctypes.addressof(settings) if knobs else None,
+            q=q.data_ptr() if q is not None else None,
         )
         return [drafted[row * most : row * most + wanted[row]] for row in range(rows)]
 
@@ -188,7 +202,7 @@ class HeadKernel:
         features: Sequence[Tensor | None],
         *,
         answering: bool = True,
-        **chain: float,
+        **chain: float | None,
     ) -> None:
         rows, size = len(starts), self.config.features
         for start, line, seen in zip(starts, feed, features, strict=True):
@@ -217,7 +231,7 @@ class HeadKernel:
     def _answers(self) -> dict[str, int]:
         return {"y": self._y.data_ptr(), "logits": self._logits.data_ptr()}
 
-    def _run(self, **call: float) -> None:
+    def _run(self, **call: float | None) -> None:
         record = _CallRecord(**call)
         if self._kernels.hs_head(self._handle, pool(self._threads), ctypes.addressof(record)):
             raise ValueError(f"{record.rows} rows; one call takes {MOST_ROWS}")

@@ -94,6 +94,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_model_new": (c_void_p, [POINTER(ModelRecord)]),
     "hs_model_free": (None, [c_void_p]),
     "hs_forward": (c_int, [c_void_p, c_void_p, POINTER(CallRecord)]),
+    "hs_judge": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p],
+    ),
+    "hs_keys": (None, [*[c_void_p] * 4, c_int, c_void_p, c_void_p]),
+    "hs_sample": (None, [c_void_p, c_void_p, c_int, c_int, c_int, *[c_void_p] * 8]),
 }
 
 

@@ -160,10 +160,10 @@ def pack_model(model: nn.Module, kind: str) -> Packed:
     block = torch.arange(weights.ffn).view(-1, GROUP)
     paired = torch.stack([block, block + weights.ffn], dim=1).flatten().to(torch.int32)
     for i, layer in enumerate(weights.layers):
-        packed.put_matrix(f"{i}.qkv", layer.qkv)
-        packed.put_matrix(f"{i}.out", layer.o)
-        packed.put_matrix(f"{i}.gate_up", layer.gate_up, paired)
-        packed.put_matrix(f"{i}.down", layer.down)
+        packed.put_matrix(f"{i}.qkv", layer.qkv.data)
+        packed.put_matrix(f"{i}.out", layer.o.data)
+        packed.put_matrix(f"{i}.gate_up", layer.gate_up.data, paired)
+        packed.put_matrix(f"{i}.down", layer.down.data)
         for name, vector in (
             ("input_norm", layer.input_norm),
             ("post_norm", layer.post_norm),
@@ -177,7 +177,7 @@ def pack_model(model: nn.Module, kind: str) -> Packed:
     packed.put_vector("norm", weights.norm)
     packed.put_matrix("embedding", weights.embedding)
     if not packed.plan.tied:
-        packed.put_matrix("head", weights.head)
+        packed.put_matrix("head", weights.head.data)
     return packed
 
 
@@ -200,7 +200,7 @@ def _plan(weights: Weights, kind: str) -> Plan:
         qkv_bias=first.qkv_bias is not None,
         out_bias=first.o_bias is not None,
         qk_norm=first.q_norm is not None,
-        tied=weights.head.data_ptr() == weights.embedding.data_ptr(),
+        tied=weights.head.data.data_ptr() == weights.embedding.data_ptr(),
         inverse_frequencies=tuple(frequencies.float().tolist()),
         rotary_scale=float(rotary.attention_scaling),  # type: ignore[arg-type]
     )

@@ -18,12 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...errors import InvalidParameter, ModelRefused
+from ...maths.inner import Inner
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
 from ..runner import check_rows, read_in
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace
 from .packed import Packed
+from .sampling import inner_for
 
 __all__ = ["CpuRunner"]
 
@@ -140,6 +142,11 @@ class CpuRunner:
         size = (count * width, (max(lengths) + width).bit_length())  # the longer the text, the more there is to read
         self._pace.took(size, perf_counter() - begun)
         return logits
+
+    @property
+    def inner(self) -> Inner:
+        """See ``ModelRunner.inner``."""
+        return inner_for(self._pace.threads())
 
     @property
     def threads(self) -> int:

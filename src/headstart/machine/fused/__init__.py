@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .model import FusedModel
+    from .runner import FusedRunner
 
-__all__ = ["available", "fuse", "inner_loops", "open_runner", "why_not"]
+__all__ = ["available", "fuse", "inner_loops", "open_rounded", "open_runner", "reason_against", "why_not"]
 
 
 def available() -> str | None:
@@ -37,15 +38,17 @@ def available() -> str | None:
     return None
 
 
-def fuse(model: PreTrainedModel, *, rows: int, capacity: int, draft: bool = False) -> FusedModel:
+def fuse(
+    model: PreTrainedModel, *, rows: int, capacity: int, draft: bool = False, quantization: str | None = None
+) -> FusedModel:
     """Lower the model, with its own key-value buffers. Raises ValueError with the reason if it cannot be done."""
-    reason = available() or why_not(model)
+    reason = available() or why_not(model, quantization)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} stays on its own modules: {reason}")
     from .lower import lower
     from .model import FusedModel
 
-    weights = lower(model)
+    weights = lower(model, quantization)
     return FusedModel(weights, weights.buffers(rows, capacity), draft=draft)
 
 
@@ -65,10 +68,41 @@ def open_runner(
 
     ``draft``: the model only guesses, so its steps may be rounded in whatever way is fastest.
     """
-    reason = available() if model.device.type == "cuda" else "the model is not on a GPU"
-    reason = reason or why_not(model)
+    reason = reason_against(model)
     if reason is not None:
         return EagerRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), reason
     from .runner import FusedRunner
 
     return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft), None
+
+
+def reason_against(model: PreTrainedModel, quantization: str | None = None) -> str | None:
+    """None if fused kernels can run the model where it is, with its weights rounded if so wished; else why not."""
+    reason = available() if model.device.type == "cuda" else "the model is not on a GPU"
+    return reason or why_not(model, quantization)
+
+
+def open_rounded(
+    model: PreTrainedModel,
+    quantization: str,
+    *,
+    rows: int,
+    max_len: int,
+    margin: int,
+    probe: bool = True,
+    draft: bool = False,
+    release: bool = False,
+) -> FusedRunner:
+    """The model on fused kernels with rounded weights. Ask ``reason_against`` first. ``release``: see ``lower``."""
+    from .runner import FusedRunner
+
+    return FusedRunner(
+        model,
+        rows=rows,
+        max_len=max_len,
+        margin=margin,
+        probe=probe,
+        draft=draft,
+        quantization=quantization,
+        release=release,
+    )

@@ -63,13 +63,13 @@ def _ask_chunk(
     _ask_keys(values, base, count, D, LINES)
 
 
-@triton.jit(do_not_specialize=["width", "capacity"])
+@triton.jit(do_not_specialize=["width", "capacity", "splits"])
 def _attend_kernel(
-    query, keys, values, out, part, stats, lengths, ancestors, depths, width, capacity, window, scale,
+    query, keys, values, out, part, stats, lengths, ancestors, depths, width, capacity, splits, window, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """To out [tokens, HEADS, D]; with several splits to part [tokens, HEADS, SPLITS, D] and stats [.., SPLITS, 2]."""
+    """To out [tokens, HEADS, D]; where SPLIT, to part [tokens, HEADS, splits, D] and stats [.., splits, 2]."""
     G: tl.constexpr = HEADS // KV
     split = tl.program_id(0)
     row = tl.program_id(1) // KV
@@ -130,10 +130,10 @@ def _attend_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
             top = new
         done(PDL)
-        if SPLITS == 1:
+        if not SPLIT:
             tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
-            slot = (token * HEADS + head).to(tl.int64) * SPLITS + split
+            slot = (token * HEADS + head).to(tl.int64) * splits + split
             tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
             tl.store(stats + slot * 2, top, mask=live)
             tl.store(stats + slot * 2 + 1, total, mask=live)
@@ -165,11 +165,11 @@ def _take(q, k, v, seen, top, total, acc, scale):
     return new, total * fade + tl.sum(p, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["capacity", "splits"])
 def _attend_one_kernel(
-    query, keys, values, out, part, stats, lengths, capacity, window, scale,
+    query, keys, values, out, part, stats, lengths, capacity, splits, window, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One new token a row, least latency: the first tile of old keys is loaded before the kernel in front has ended.
 
@@ -219,10 +219,10 @@ def _attend_one_kernel(
             acc = acc * fade[:, None] + p[:, None] * new_v[None, :]
             total = total * fade + p
             top = new
-        if SPLITS == 1:
+        if not SPLIT:
             tl.store(out + head[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
-            slot = head.to(tl.int64) * SPLITS + split
+            slot = head.to(tl.int64) * splits + split
             tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
             tl.store(stats + slot * 2, top, mask=t < G)
             tl.store(stats + slot * 2 + 1, total, mask=t < G)
@@ -231,11 +231,10 @@ def _attend_one_kernel(
             wait(PDL)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "splits"])
 def _join_kernel(
-    out, part, stats, lengths, width, window, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    out, part, stats, lengths, width, splits, window, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the chunks of one token and head. Chunks are taken GROUP by GROUP, so that their number changes no sum."""
     token = tl.program_id(0)
@@ -246,7 +245,7 @@ def _join_kernel(
     first = low // CHUNK
     last = tl.cdiv(high, CHUNK)
     d = tl.arange(0, DP)
-    slot = (token * HEADS + head).to(tl.int64) * SPLITS
+    slot = (token * HEADS + head).to(tl.int64) * splits
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([DP], tl.float32)
@@ -300,15 +299,14 @@ def attend(
         "D": d,
         "DP": power_of_two(d),
         "WINDOW": window is not None,
-        "SPLITS": splits,
         "PDL": pdl,
     } | ({"launch_pdl": True} if pdl else {})
     part, stats = work if work is not None else (out, out)
-    cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30}
+    cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30, "SPLIT": splits > 1}
     cut |= {"num_warps": t.warps, "num_stages": t.stages}
     if t.one and width == 1:
         _attend_one_kernel[(splits, rows * kv)](
-            query, keys, values, out, part, stats, lengths, capacity, window or 0, scale * _LOG2E,
+            query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale * _LOG2E,
             BQ=max(16, power_of_two(group)), **cut | {"BK": t.one}, **common,
         )  # fmt: skip
     else:
@@ -316,11 +314,11 @@ def attend(
         # Few tokens: one size for all, so that a token's sums are the same alone and among others.
         tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
         _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
-            query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, window or 0,
+            query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0,
             scale * _LOG2E, BQ=tile, TREE=tree is not None, **cut, **common,
         )  # fmt: skip
     if splits > 1:
         _join_kernel[(tokens, heads)](
-            out, part, stats, lengths, width, window or 0, CHUNK=t.chunk, GROUP=16, TREE=tree is not None,
+            out, part, stats, lengths, width, splits, window or 0, CHUNK=t.chunk, GROUP=16, TREE=tree is not None,
             num_warps=4, **common,
         )  # fmt: skip

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import done, wait
+from .kernels_blocks import done, load_groups, unpack, wait
+from .kernels_matmul import stored
 from .plan import Tile, power_of_two
+from .rounding import Matrix
 
 __all__ = ["attend_alone", "join_residual"]
 
@@ -76,22 +78,43 @@ def _alone_kernel(
 
 
 @triton.jit
+def _joined(part, slot, seen, share, d, D: tl.constexpr):
+    """[HP, channels] the heads' attended values of channels d."""
+    mask = seen[:, :, None] & (d < D)[None, None, :]
+    value = tl.load(part + slot[:, :, None] * D + d[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(share[:, :, None] * value, axis=1)
+
+
+@triton.jit
+def _dot(weights, x):
+    """[HB] sums of weights [HB, HP, channels] times x [HP, channels]."""
+    return tl.sum(tl.sum(weights.to(tl.float32) * x[None, :, :], axis=2), axis=1)
+
+
+@triton.jit
 def _join_kernel(
-    part, stats, lengths, w, bias, residual, gain, scaled, squares, N, K: tl.constexpr, HB: tl.constexpr,
+    part, stats, lengths, w, scales, bias, residual, gain, scaled, squares, N, K: tl.constexpr, HB: tl.constexpr,
     HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * HB + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
     mask = n < N
     h = tl.arange(0, HP)
-    d = tl.arange(0, DP)
     s = tl.arange(0, SP)
     head = h < K // D
-    inside = head[:, None] & (d < D)[None, :]
-    at = row.to(tl.int64)[:, None, None] * K + (h[:, None] * D + d[None, :])[None, :, :]
-    weights = tl.load(w + at, mask=inside[None, :, :], other=0.0, eviction_policy="evict_first")
-    g = tl.load(gain + row).to(tl.float32)
+    STORED: tl.constexpr = 2 if BITS == 4 else 1  # weights in a byte
+    j = tl.arange(0, DP // STORED)
+    inside = head[:, None] & (j < D // STORED)[None, :]
+    at = row.to(tl.int64)[:, None, None] * (K // STORED) + (h[:, None] * (D // STORED) + j[None, :])[None, :, :]
+    weights = tl.load(w + at, mask=inside[None, :, :], other=0, eviction_policy="evict_first")
+    if BITS == 8:
+        by = tl.load(scales + row)
+    if BITS == 4:
+        g = tl.arange(0, DP // 32)
+        group = row.to(tl.int64)[:, None, None] * (K // 32) + (h[:, None] * (D // 32) + g[None, :])[None, :, :]
+        by, minimum = load_groups(scales, group, (head[:, None] & (g < D // 32)[None, :])[None, :, :], True)
+    gains = tl.load(gain + row).to(tl.float32)
     if PDL != 2:
         wait(PDL)
     old = tl.load(residual + n, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -102,21 +125,25 @@ def _join_kernel(
     slot = h[:, None] * SPLITS + s[None, :]
     top = tl.load(stats + slot * 2, mask=seen, other=-1e30, cache_modifier=".cg")
     total = tl.load(stats + slot * 2 + 1, mask=seen, other=0.0, cache_modifier=".cg")
-    value = tl.load(
-        part + slot[:, :, None] * D + d[None, None, :], mask=seen[:, :, None] & (d < D)[None, None, :], other=0.0,
-        cache_modifier=".cg",
-    )  # fmt: skip
     share = tl.exp2(top - tl.max(top, axis=1)[:, None])
     share = share / tl.where(head, tl.sum(share * total, axis=1), 1.0)[:, None]
-    x = tl.sum(share[:, :, None] * value, axis=1)  # [HP, DP]
-    acc = tl.sum(tl.sum(weights.to(tl.float32) * x[None, :, :], axis=2), axis=1)
+    if BITS == 4:
+        low, high = unpack(weights, by, minimum)
+        d = j // 16 * 32 + j % 16
+        acc = _dot(low, _joined(part, slot, seen, share, d, D))
+        acc += _dot(high, _joined(part, slot, seen, share, d + 16, D))
+    elif BITS == 8:
+        # Whole numbers are exact in bfloat16, and there is a quick way there.
+        acc = _dot(weights.to(residual.dtype.element_ty), _joined(part, slot, seen, share, j, D)) * by
+    else:
+        acc = _dot(weights, _joined(part, slot, seen, share, j, D))
     done(PDL)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)
     new = (old + acc).to(residual.dtype.element_ty)
     tl.store(residual + n, new, mask=mask)
     new = tl.where(mask, new.to(tl.float32), 0.0)
-    tl.store(scaled + n, (new * g).to(scaled.dtype.element_ty), mask=mask)
+    tl.store(scaled + n, (new * gains).to(scaled.dtype.element_ty), mask=mask)
     tl.store(squares + tl.program_id(0), tl.sum(new * new, axis=0))
 
 
@@ -151,7 +178,7 @@ def attend_alone(
 def join_residual(
     work: tuple[Tensor, Tensor],
     lengths: Tensor,
-    w: Tensor,
+    w: Matrix,
     residual: Tensor,
     gain: Tensor,
     scaled: Tensor,
@@ -168,7 +195,7 @@ def join_residual(
     assert squares.shape == (1, tiles)
     assert heads * d == inputs
     _join_kernel[(tiles,)](
-        *work, lengths, w, w if bias is None else bias, residual, gain, scaled, squares, outputs, K=inputs, HB=t.rows,
-        HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits, SP=power_of_two(splits),
-        BIAS=bias is not None, num_warps=t.warps, **_overlap(pdl),
+        *work, lengths, *stored(w, residual), residual if bias is None else bias, residual, gain, scaled, squares,
+        outputs, K=inputs, HB=t.rows, HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits,
+        SP=power_of_two(splits), BITS=w.bits, BIAS=bias is not None, num_warps=t.warps, **_overlap(pdl),
     )  # fmt: skip

@@ -30,27 +30,28 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kernels_stream as stream
-from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, wait
-from .plan import LATE, PROGRAMS, Tile, power_of_two
+from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, store_heads, wait
+from .plan import LATE, PROGRAMS, Tile, fitting_stages, power_of_two
+from .rounding import Matrix
 
-__all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows"]
+__all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows", "stored"]
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul_kernel(
-    x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, s, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
     m = tl.arange(0, BM)
-    wa, wb = early(w, row, row, K, BK, KS, False)
+    wa, wb = early(w, s, row, row, K, BK, KS, BITS, False)
     wait(PDL)
     if NORM:
         parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    acc, _ = product(x, wa, wb, m, M, K, BK, HB, BM, KS, False)
+    acc, _ = product(x, wa, wb, m, M, K, BK, HB, BM, KS, BITS, False)
     done(PDL)
     if NORM:
         acc = acc * inverse_rms(parts, eps, K)
@@ -62,8 +63,8 @@ def _matmul_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _residual_kernel(
-    x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    x, w, s, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr,
+    HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
@@ -71,7 +72,7 @@ def _residual_kernel(
     m = tl.arange(0, BM)
     mask = (n < N)[:, None] & (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
-    wa, wb = early(w, row, row, K, BK, KS, False)
+    wa, wb = early(w, s, row, row, K, BK, KS, BITS, False)
     g = tl.load(gain + row).to(tl.float32)[:, None]
     if PDL == 2:  # the residual was written two kernels back or earlier
         old = tl.load(residual + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -79,7 +80,7 @@ def _residual_kernel(
     else:
         wait(PDL)
         old = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    acc, _ = product(x, wa, wb, m, M, K, BK, HB, BM, KS, False)
+    acc, _ = product(x, wa, wb, m, M, K, BK, HB, BM, KS, BITS, False)
     done(PDL)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
@@ -92,17 +93,17 @@ def _residual_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _swiglu_kernel(
-    x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PDL: tl.constexpr,
+    x, w, s, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HB
     n = first + tl.arange(0, HB)
     row = tl.minimum(n, F - 1)
     m = tl.arange(0, BM)
-    wa, wb = early(w, row, row + F, K, BK, KS, True)
+    wa, wb = early(w, s, row, row + F, K, BK, KS, BITS, True)
     wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    gate, up = product(x, wa, wb, m, M, K, BK, HB, BM, KS, True)
+    gate, up = product(x, wa, wb, m, M, K, BK, HB, BM, KS, BITS, True)
     done(PDL)
     scale = inverse_rms(parts, eps, K)
     gate = gate * scale
@@ -113,10 +114,10 @@ def _swiglu_kernel(
 
 @triton.jit(do_not_specialize=["M", "width", "capacity"])
 def _rotary_kernel(
-    x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
+    x, w, s, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
     K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
-    BIAS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, BIAS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     head = tl.program_id(0) // (HALF // HB)
@@ -126,7 +127,7 @@ def _rotary_kernel(
     ra, rb = head * D + ca, head * D + cb
     m = tl.arange(0, BM)
     live = m < M
-    wa, wb = early(w, ra, rb, K, BK, KS, True)
+    wa, wb = early(w, s, ra, rb, K, BK, KS, BITS, True)
     if PDL != 2:
         wait(PDL)
     length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
@@ -138,33 +139,19 @@ def _rotary_kernel(
     turns = live & (head < HEADS + KV)  # values do not turn
     turn = tl.minimum(position, capacity - 1)[None, :] * HALF + i[:, None]  # the table ends where the cache does
     c = tl.load(cos + turn, mask=turns[None, :], other=1.0)
-    s = tl.load(sin + turn, mask=turns[None, :], other=0.0)
+    sn = tl.load(sin + turn, mask=turns[None, :], other=0.0)
     if PDL == 2:  # lengths and depths were written two kernels back or earlier
         wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
-    a, b = product(x, wa, wb, m, M, K, BK, HB, BM, KS, True)
+    a, b = product(x, wa, wb, m, M, K, BK, HB, BM, KS, BITS, True)
     done(PDL)
     scale = inverse_rms(parts, eps, K)
     a, b = a * scale, b * scale
     if BIAS:
         a += tl.load(bias + ra).to(tl.float32)[:, None]
         b += tl.load(bias + rb).to(tl.float32)[:, None]
-    a, b = a * c - b * s, b * c + a * s
-    at = ((m // width).to(tl.int64) * KV * capacity + slot)[None, :] * D
-    fits = (live & (slot < capacity))[None, :]
-    kind = keys.dtype.element_ty
-    if head < HEADS:
-        base = query + m[None, :] * (HEADS * D) + head * D
-        tl.store(base + ca[:, None], a.to(kind), mask=live[None, :])
-        tl.store(base + cb[:, None], b.to(kind), mask=live[None, :])
-    elif head < HEADS + KV:
-        base = keys + at + (head - HEADS).to(tl.int64) * capacity * D
-        tl.store(base + ca[:, None], a.to(kind), mask=fits)
-        tl.store(base + cb[:, None], b.to(kind), mask=fits)
-    else:
-        base = values + at + (head - HEADS - KV).to(tl.int64) * capacity * D
-        tl.store(base + ca[:, None], a.to(kind), mask=fits)
-        tl.store(base + cb[:, None], b.to(kind), mask=fits)
+    a, b = a * c - b * sn, b * c + a * sn
+    store_heads(a, b, head, ca, cb, m, live, slot, width, query, keys, values, capacity, HEADS, KV, D)
 
 
 # -- how they are called ----------------------------------------------------------------------------------------------
@@ -176,21 +163,31 @@ def skinny_rows(rows: int) -> int:
 
 
 def _launch(
-    kernels: tuple[Any, Any], tiles: int, t: Tile, x: Tensor, pdl: int, *, pair: bool = False
+    kernels: tuple[Any, Any], w: Matrix, tiles: int, t: Tile, x: Tensor, pdl: int, *, pair: bool = False
 ) -> tuple[Any, dict[str, object]]:
     """Which of (for short rows, for long rows) takes the matrix, on its grid; and its options."""
     rows, inputs = x.shape
     assert t.slices or rows == 1
-    options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "PDL": pdl}
-    options |= {"num_warps": t.warps, "num_stages": t.stages} | ({"launch_pdl": True} if pdl else {})
+    options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits, "PDL": pdl}
+    options |= {"num_warps": t.warps} | ({"launch_pdl": True} if pdl else {})
     if t.depth >= inputs:
-        return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else 1}
+        return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else 1, "num_stages": t.stages}
     per = triton.cdiv(tiles, PROGRAMS)
-    ask = min(t.prefetch // (2 * t.rows if pair else t.rows), inputs * x.element_size()) // 16 * 16
+    stored = w.data.shape[1] * w.data.element_size()
+    height = 2 * t.rows if pair else t.rows
+    ask = min(t.prefetch // height, stored) // 16 * 16
     options |= {"PER": per, "ASK": ask, "LATE": LATE, "WARPS": t.warps}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
-    return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded}
+    stages = fitting_stages(t, height, padded, bits=w.bits, size=x.element_size())
+    return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded, "num_stages": stages}
+
+
+def stored(w: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a kernel reads: weights and scales. A scale and a minimum of two bytes each are read as one word."""
+    if w.scales is None:
+        return w.data, x
+    return w.data, w.scales.view(torch.int32) if w.scales.element_size() == 2 else w.scales
 
 
 def _parts(squares: Tensor | None) -> dict[str, int]:
@@ -199,20 +196,20 @@ def _parts(squares: Tensor | None) -> dict[str, int]:
 
 
 def matmul(
-    x: Tensor, w: Tensor, out: Tensor, t: Tile, *, bias: Tensor | None, squares: Tensor | None, eps: float, pdl: int
+    x: Tensor, w: Matrix, out: Tensor, t: Tile, *, bias: Tensor | None, squares: Tensor | None, eps: float, pdl: int
 ) -> None:
     """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
     rows, inputs = x.shape
-    kernel, options = _launch((_matmul_kernel, stream.matmul_kernel), triton.cdiv(w.shape[0], t.rows), t, x, pdl)
+    kernel, options = _launch((_matmul_kernel, stream.matmul_kernel), w, triton.cdiv(w.shape[0], t.rows), t, x, pdl)
     kernel(
-        x, w, x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0], K=inputs,
-        NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **options,
+        x, *stored(w, x), x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0],
+        K=inputs, NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **options,
     )  # fmt: skip
 
 
 def matmul_residual(
     x: Tensor,
-    w: Tensor,
+    w: Matrix,
     residual: Tensor,
     gain: Tensor,
     scaled: Tensor,
@@ -226,25 +223,25 @@ def matmul_residual(
     rows, inputs = x.shape
     tiles = triton.cdiv(w.shape[0], t.rows)
     assert squares.shape[1] == tiles
-    kernel, options = _launch((_residual_kernel, stream.residual_kernel), tiles, t, x, pdl)
+    kernel, options = _launch((_residual_kernel, stream.residual_kernel), w, tiles, t, x, pdl)
     kernel(
-        x, w, x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs, PARTS=tiles,
-        BIAS=bias is not None, **options,
+        x, *stored(w, x), x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs,
+        PARTS=tiles, BIAS=bias is not None, **options,
     )  # fmt: skip
 
 
-def matmul_swiglu(x: Tensor, w: Tensor, out: Tensor, t: Tile, *, squares: Tensor, eps: float, pdl: int) -> None:
+def matmul_swiglu(x: Tensor, w: Matrix, out: Tensor, t: Tile, *, squares: Tensor, eps: float, pdl: int) -> None:
     """out [M, F] = silu(gate) * up, with [gate; up] = norm(x) W^T and W [2F, K]."""
     rows, inputs = x.shape
     ffn = w.shape[0] // 2
     tiles = triton.cdiv(ffn, t.rows)
-    kernel, options = _launch((_swiglu_kernel, stream.swiglu_kernel), tiles, t, x, pdl, pair=True)
-    kernel(x, w, squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
+    kernel, options = _launch((_swiglu_kernel, stream.swiglu_kernel), w, tiles, t, x, pdl, pair=True)
+    kernel(x, *stored(w, x), squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
 
 
 def matmul_rotary(
     x: Tensor,
-    w: Tensor,
+    w: Matrix,
     query: Tensor,
     cache: tuple[Tensor, Tensor],
     rotary: tuple[Tensor, Tensor, int],
@@ -267,9 +264,9 @@ def matmul_rotary(
     heads, kv, capacity, d = query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
     assert (d // 2) % t.rows == 0
     tiles = (heads + 2 * kv) * (d // 2) // t.rows
-    kernel, options = _launch((_rotary_kernel, stream.rotary_kernel), tiles, t, x, pdl, pair=True)
+    kernel, options = _launch((_rotary_kernel, stream.rotary_kernel), w, tiles, t, x, pdl, pair=True)
     kernel(
-        x, w, x if bias is None else bias, squares, query, keys, values, rotary[0], rotary[1], lengths,
+        x, *stored(w, x), x if bias is None else bias, squares, query, keys, values, rotary[0], rotary[1], lengths,
         lengths if depths is None else depths, rows, width, capacity, eps, K=inputs, HEADS=heads, KV=kv, D=d,
         TURN=rotary[2], BIAS=bias is not None, TREE=depths is not None, **_parts(squares), **options,
     )  # fmt: skip

@@ -67,14 +67,18 @@ def _score_kernel(
 
 
 @triton.jit
-def _winner_kernel(scores, winners, out, C: tl.constexpr, PDL: tl.constexpr):
+def _winner_kernel(scores, winners, out, C: tl.constexpr, FINITE: tl.constexpr, PDL: tl.constexpr):
+    """FINITE: -1 where the best score is not a finite number."""
     m = tl.program_id(0)
     c = tl.arange(0, C)
     wait(PDL)
     score = tl.load(scores + m * C + c, cache_modifier=".cg")
     token = tl.load(winners + m * C + c, cache_modifier=".cg")
     # The chunks stand in order, so the first of the best is the smallest token.
-    first = tl.min(tl.where(score == tl.max(score, axis=0), token, 2147483647), axis=0)
+    peak = tl.max(score, axis=0)
+    first = tl.min(tl.where(score == peak, token, 2147483647), axis=0)
+    if FINITE:
+        first = tl.where((peak > float("-inf")) & (peak < float("inf")), first, -1)
     tl.store(out + m, first.to(tl.int64))
 
 
@@ -118,22 +122,25 @@ class Rows:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(self.count, *shape, device=self.values.device, dtype=dtype)
 
-    def pick(self) -> Tensor:
+    def pick(self, *, finite: bool = False) -> Tensor:
         out = self.new(dtype=torch.int64)
         _winner_kernel[(self.count,)](
-            self.scores, self.winners, out, C=CHUNKS, num_warps=1, **_last(self.options)
+            self.scores, self.winners, out, C=CHUNKS, FINITE=finite, num_warps=1, **_last(self.options)
         )  # fmt: skip
         return out.view(self.values.shape[:-1])
 
 
-def argmax(values: Tensor) -> Tensor:
-    """First index of the largest: values float32 [.., V] -> [..] int64. NaN counts as the largest."""
+def argmax(values: Tensor, *, finite: bool = False) -> Tensor:
+    """First index of the largest: values float32 [.., V] -> [..] int64. NaN counts as the largest.
+
+    ``finite``: -1 where the largest is not a finite number.
+    """
     r = Rows(values)
     _score_kernel[r.grid](
         values, values, values, r.scores, r.winners, r.size, B=r.width, C=CHUNKS, RACE=False, num_warps=r.warps,
         **r.options,
     )  # fmt: skip
-    return r.pick()
+    return r.pick(finite=finite)
 
 
 def race(p: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:

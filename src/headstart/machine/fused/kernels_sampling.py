@@ -52,7 +52,7 @@ def _knob(knob, m, nodes, USED: tl.constexpr):
     return tl.load(knob + m // nodes).to(tl.float32) if USED else 1.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _stats_kernel(
     logits, temperature, peaks, places, sums, nodes, V, B: tl.constexpr, C: tl.constexpr, HEAT: tl.constexpr,
     COLD: tl.constexpr, LIB: tl.constexpr, PDL: tl.constexpr,
@@ -146,7 +146,7 @@ def _weigh(row, tries, start, V, B: tl.constexpr, L: tl.constexpr, J: tl.constex
     return tl.sum(acc, axis=1), tl.sum(num, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _search_kernel(
     logits, temperature, peaks, sums, min_p, top_k, top_p, old_state, old_mass, old_count, state, mass, count, out,
     nodes, V, B: tl.constexpr, L: tl.constexpr, C: tl.constexpr, J: tl.constexpr, HEAT: tl.constexpr,
@@ -208,7 +208,7 @@ def _search_kernel(
             tl.store(count + at, tl.zeros([J], tl.int32) + tl.sum(above.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _write_kernel(
     logits, temperature, peaks, places, sums, greedy, top_k, state, mass, count, out, low_key, high_key, scores,
     winners, nodes, V, B: tl.constexpr, C: tl.constexpr, J: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr,

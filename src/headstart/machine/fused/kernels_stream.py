@@ -21,22 +21,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_blocks import inputs, inverse_rms, multiply, pair, square_parts, weights
+from .kernels_blocks import inverse_rms, multiply, pair, scale_rows, square_parts, store_heads, tile_of
 
 __all__ = ["matmul_kernel", "residual_kernel", "rotary_kernel", "swiglu_kernel"]
 
 
 @triton.jit
-def _ask(w, row, K: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
-    """Ask the first BYTES of the program's ROWS first weight rows into L2. row [32 * WARPS]: each thread's.
+def _ask(w, row, K: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, WARPS: tl.constexpr):
+    """Ask the first BYTES of the program's ROWS first weight rows into L2. row: each thread's.
 
     One thread a row does it: the instruction is uniform, so the threads of a warp would take turns anyway.
     """
+    STORED: tl.constexpr = K // 2 if BITS == 4 else K
     mine = (tl.arange(0, 32 * WARPS) % (32 * WARPS // ROWS) == 0).to(tl.int32)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r,r",
-        [(w + row.to(tl.int64) * K).to(tl.int64, bitcast=True), tl.full([32 * WARPS], BYTES, tl.int32), mine],
+        [(w + row.to(tl.int64) * STORED).to(tl.int64, bitcast=True), tl.full([32 * WARPS], BYTES, tl.int32), mine],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -73,8 +74,9 @@ def _zero(KS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _step(x, w, row, m, M, k, acc, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr):
-    return multiply(weights(w, row, k, K, BK, KS), inputs(x, m, M, k, K, BK, KS), acc, KS)
+def _step(x, w, s, row, m, M, k, acc, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr):
+    tile, scale, minimum = tile_of(w, s, row, k, K, BK, KS, BITS)
+    return multiply(tile, scale, minimum, x, m, M, k, acc, K, BK, KS, BITS)
 
 
 @triton.jit
@@ -92,16 +94,17 @@ def _halves(acc, HB: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
-    x, w, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    PER: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+    x, w, s, bias, squares, out, M, eps, N, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul``."""
     STEPS: tl.constexpr = (K + BK - 1) // BK
     first = tl.program_id(0) * PER
     m = tl.arange(0, BM)
     if ASK > 0:
-        _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, ASK, WARPS)
+        _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, BITS, ASK, WARPS)
     _begin(PDL)
     if NORM:
         scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
@@ -110,9 +113,9 @@ def matmul_kernel(
         _late(i, PER * STEPS, LATE, PDL)
         n = (first + i // STEPS) * HB + tl.arange(0, HB)
         row = tl.minimum(n, N - 1)
-        acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
+        acc = _step(x, w, s, row, m, M, i % STEPS * BK, acc, K, BK, KS, BITS)
         if i % STEPS == STEPS - 1:
-            value = _total(acc, KS)
+            value = scale_rows(_total(acc, KS), s, row, BITS)
             if NORM:
                 value = value * scale
             if BIAS:
@@ -124,8 +127,8 @@ def matmul_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def residual_kernel(
-    x, w, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BIAS: tl.constexpr, PER: tl.constexpr,
+    x, w, s, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr,
+    HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr, PER: tl.constexpr,
     PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_residual``."""
@@ -133,7 +136,7 @@ def residual_kernel(
     first = tl.program_id(0) * PER
     m = tl.arange(0, BM)
     if ASK > 0:
-        _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, ASK, WARPS)
+        _ask(w, tl.minimum(first * HB + _asker(HB, WARPS), N - 1), K, HB, BITS, ASK, WARPS)
     _begin(PDL)
     acc = _zero(KS, HB, BM)
     for i in tl.range(0, PER * STEPS):
@@ -141,9 +144,9 @@ def residual_kernel(
         tile = first + i // STEPS
         n = tile * HB + tl.arange(0, HB)
         row = tl.minimum(n, N - 1)
-        acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
+        acc = _step(x, w, s, row, m, M, i % STEPS * BK, acc, K, BK, KS, BITS)
         if i % STEPS == STEPS - 1:
-            value = _total(acc, KS)
+            value = scale_rows(_total(acc, KS), s, row, BITS)
             if BIAS:
                 value = value + tl.load(bias + row).to(tl.float32)[:, None]
             mask = (n < N)[:, None] & (m < M)[None, :]
@@ -161,8 +164,8 @@ def residual_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def swiglu_kernel(
-    x, w, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
-    BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
+    x, w, s, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, BK: tl.constexpr,
+    HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr,
     LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_swiglu``."""
@@ -172,7 +175,8 @@ def swiglu_kernel(
     r = tl.arange(0, 2 * HB)
     if ASK > 0:
         a = _asker(2 * HB, WARPS)
-        _ask(w, tl.minimum(first * HB + tl.where(a < HB, a, F + a - HB), 2 * F - 1), K, 2 * HB, ASK, WARPS)
+        ask = tl.minimum(first * HB + tl.where(a < HB, a, F + a - HB), 2 * F - 1)
+        _ask(w, ask, K, 2 * HB, BITS, ASK, WARPS)
     _begin(PDL)
     scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
     acc = _zero(KS, 2 * HB, BM)
@@ -180,9 +184,9 @@ def swiglu_kernel(
         _late(i, PER * STEPS, LATE, PDL)
         tile = first + i // STEPS
         row = tl.minimum(tile * HB + tl.where(r < HB, r, F + r - HB), 2 * F - 1)
-        acc = _step(x, w, row, m, M, i % STEPS * BK, acc, K, BK, KS)
+        acc = _step(x, w, s, row, m, M, i % STEPS * BK, acc, K, BK, KS, BITS)
         if i % STEPS == STEPS - 1:
-            gate, up = _halves(_total(acc, KS), HB, BM)
+            gate, up = _halves(scale_rows(_total(acc, KS), s, row, BITS), HB, BM)
             gate = gate * scale
             value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
             n = tile * HB + tl.arange(0, HB)
@@ -193,9 +197,9 @@ def swiglu_kernel(
 
 @triton.jit(do_not_specialize=["M", "width", "capacity"])
 def rotary_kernel(
-    x, w, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps,
-    K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
-    D: tl.constexpr, TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr,
+    x, w, s, bias, squares, query, keys, values, cos, sin, lengths, depths, M, width, capacity, eps, K: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_2: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    TURN: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr,
     BIAS: tl.constexpr, TREE: tl.constexpr, PER: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +215,7 @@ def rotary_kernel(
     if ASK > 0:
         asker = _asker(2 * HB, WARPS)
         ask_a, ask_b = pair(first % IN * HB + asker % HB, TURN, HALF)
-        _ask(w, first // IN * D + tl.where(asker < HB, ask_a, ask_b), K, 2 * HB, ASK, WARPS)
+        _ask(w, first // IN * D + tl.where(asker < HB, ask_a, ask_b), K, 2 * HB, BITS, ASK, WARPS)
     _begin(PDL)
     length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
     slot = length + m % width
@@ -228,9 +232,9 @@ def rotary_kernel(
         head = tile // IN
         row_a, row_b = pair(tile % IN * HB + r % HB, TURN, HALF)
         row = head * D + tl.where(r < HB, row_a, row_b)
-        acc = _step(x, w, row, m, M, t % STEPS * BK, acc, K, BK, KS)
+        acc = _step(x, w, s, row, m, M, t % STEPS * BK, acc, K, BK, KS, BITS)
         if t % STEPS == STEPS - 1:
-            a, b = _halves(_total(acc, KS), HB, BM)
+            a, b = _halves(scale_rows(_total(acc, KS), s, row, BITS), HB, BM)
             a, b = a * scale, b * scale
             i = tile % IN * HB + tl.arange(0, HB)
             ca, cb = pair(i, TURN, HALF)
@@ -240,21 +244,7 @@ def rotary_kernel(
             turns = (live & (head < HEADS + KV))[None, :]  # values do not turn
             turn = position[None, :] * HALF + i[:, None]
             c = tl.load(cos + turn, mask=turns, other=1.0)
-            s = tl.load(sin + turn, mask=turns, other=0.0)
-            a, b = a * c - b * s, b * c + a * s
-            kind = keys.dtype.element_ty
-            at = ((m // width).to(tl.int64) * KV * capacity + slot)[None, :] * D
-            fits = (live & (slot < capacity))[None, :]
-            if head < HEADS:
-                base = query + m[None, :] * (HEADS * D) + head * D
-                tl.store(base + ca[:, None], a.to(kind), mask=live[None, :])
-                tl.store(base + cb[:, None], b.to(kind), mask=live[None, :])
-            elif head < HEADS + KV:
-                base = keys + at + (head - HEADS).to(tl.int64) * capacity * D
-                tl.store(base + ca[:, None], a.to(kind), mask=fits)
-                tl.store(base + cb[:, None], b.to(kind), mask=fits)
-            else:
-                base = values + at + (head - HEADS - KV).to(tl.int64) * capacity * D
-                tl.store(base + ca[:, None], a.to(kind), mask=fits)
-                tl.store(base + cb[:, None], b.to(kind), mask=fits)
+            sn = tl.load(sin + turn, mask=turns, other=0.0)
+            a, b = a * c - b * sn, b * c + a * sn
+            store_heads(a, b, head, ca, cb, m, live, slot, width, query, keys, values, capacity, HEADS, KV, D)
             acc = _zero(KS, 2 * HB, BM)

@@ -4,17 +4,21 @@ Knows: where Llama, Mistral, Qwen2, Qwen3 and Phi3 keep their weights in transfo
 Does not know: how the kernels work. Needs neither Triton nor a GPU.
 
 Packing makes one matrix of the query, key and value weights and one of gate and up. The model's own modules are then
-pointed into the packed matrix, so the memory is not doubled and the modules go on working.
+pointed into the packed matrix, so the memory is not doubled and the modules go on working. Rounded matrices are copies;
+what they were made from can be given back, and then the modules cannot be called any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .rounding import Matrix, plain, rounded, why_not_rounded
 
 __all__ = ["Layer", "Weights", "lower", "why_not"]
 
@@ -28,18 +32,18 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. Matrices are [outputs, inputs], row-major."""
+    """One decoder layer."""
 
     input_norm: Tensor  # [H]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, H]
+    qkv: Matrix  # [(heads + 2 * kv_heads) * head_dim, H]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None
-    o: Tensor  # [H, heads * head_dim]
+    o: Matrix  # [H, heads * head_dim]
     o_bias: Tensor | None
     post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 * F, H], gate first
-    down: Tensor  # [H, F]
+    gate_up: Matrix  # [2 * F, H], gate first
+    down: Matrix  # [H, F]
     window: int | None  # how many positions back, itself included, a token sees; None: all
 
 
@@ -50,7 +54,7 @@ class Weights:
     embedding: Tensor  # [V, H]
     layers: tuple[Layer, ...]
     norm: Tensor  # [H]
-    head: Tensor  # [V, H]
+    head: Matrix  # [V, H]
     heads: int
     kv_heads: int
     head_dim: int
@@ -80,10 +84,16 @@ class Weights:
     @property
     def step_bytes(self) -> int:
         """Bytes of weights one forward must read: everything but the embedding table."""
-        tensors = [self.head]
+        matrices = [self.head]
         for layer in self.layers:
-            tensors += [layer.qkv, layer.o, layer.gate_up, layer.down]
-        return sum(t.numel() * t.element_size() for t in tensors)
+            matrices += [layer.qkv, layer.o, layer.gate_up, layer.down]
+        return sum(m.bytes for m in matrices)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all matrices; norms and biases are too small to count."""
+        tied = self.head.data.data_ptr() == self.embedding.data_ptr()
+        return self.step_bytes + (0 if tied else self.embedding.numel() * self.embedding.element_size())
 
     def rotary_table(self, positions: int) -> tuple[Tensor, Tensor, int]:
         """cos and sin, float32 [positions, head_dim / 2], and how many channel pairs turn.
@@ -112,8 +122,8 @@ class Weights:
         ]
 
 
-def why_not(model: nn.Module) -> str | None:
-    """None if the model can be lowered, else the reason in words."""
+def why_not(model: nn.Module, kind: str | None = None) -> str | None:
+    """None if the model can be lowered (and its weights rounded to ``kind``), else the reason in words."""
     name = type(model).__name__
     if name not in _CLASSES:
         return f"{name} is not one of {', '.join(sorted(_CLASSES))}"
@@ -139,7 +149,7 @@ def why_not(model: nn.Module) -> str | None:
         for child in module.children():
             if "Linear" in type(child).__name__ and type(child) is not nn.Linear:
                 return f"its layers are {type(child).__name__}, not plain linear layers"
-    return None
+    return None if kind is None else why_not_rounded(config, kind)
 
 
 def _head_dim(config: Any) -> int:
@@ -187,7 +197,7 @@ def _window(model: Any, index: int) -> int | None:
     return int(window)
 
 
-def _layer(model: Any, index: int) -> Layer:
+def _layer(model: Any, index: int, make: Callable[[Tensor], Matrix]) -> Layer:
     layer = model.model.layers[index]
     attn, mlp = layer.self_attn, layer.mlp
     joined = [attn.qkv_proj] if hasattr(attn, "qkv_proj") else [attn.q_proj, attn.k_proj, attn.v_proj]
@@ -196,32 +206,53 @@ def _layer(model: Any, index: int) -> Layer:
     o_bias = attn.o_proj.bias
     return Layer(
         input_norm=layer.input_layernorm.weight.data,
-        qkv=qkv,
+        qkv=make(qkv),
         qkv_bias=qkv_bias,
         q_norm=attn.q_norm.weight.data if hasattr(attn, "q_norm") else None,
         k_norm=attn.k_norm.weight.data if hasattr(attn, "k_norm") else None,
-        o=attn.o_proj.weight.data,
+        o=make(attn.o_proj.weight.data),
         o_bias=None if o_bias is None else o_bias.data,
         post_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=gate_up,
-        down=mlp.down_proj.weight.data,
+        gate_up=make(gate_up),
+        down=make(mlp.down_proj.weight.data),
         window=_window(model, index),
     )
 
 
 @torch.no_grad()
-def lower(model: nn.Module) -> Weights:
-    """The model's weights, packed. Call ``why_not`` first. May be called twice on one model."""
+def lower(model: nn.Module, kind: str | None = None, *, release: bool = False) -> Weights:
+    """The model's weights, packed. Call ``why_not`` first. May be called twice on one model.
+
+    ``kind``: round the matrices to "int8" or "int4"; the output head is then "int8", and the embedding stays as it is.
+    ``release``: give the memory of what was rounded back, layer by layer. The model's own modules are then empty.
+    """
     live: Any = model
     config = live.config
-    return Weights(
+    make = plain if kind is None else partial(rounded, kind=kind)
+    layers = []
+    for i in range(config.num_hidden_layers):
+        layers.append(_layer(live, i, make))
+        if kind is not None and release:
+            _empty(live.model.layers[i])
+    head = live.lm_head.weight.data
+    weights = Weights(
         embedding=live.model.embed_tokens.weight.data,
-        layers=tuple(_layer(live, i) for i in range(config.num_hidden_layers)),
+        layers=tuple(layers),
         norm=live.model.norm.weight.data,
-        head=live.lm_head.weight.data,
+        head=plain(head) if kind is None else rounded(head, "int8"),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(config),
         eps=float(config.rms_norm_eps),
         rotary=live.model.rotary_emb,
     )
+    if kind is not None and release:
+        _empty(live.lm_head)  # the embedding keeps the memory of a tied one
+    return weights
+
+
+def _empty(module: nn.Module) -> None:
+    """Drop the weights of all linear layers in a module."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(part.weight.new_empty(0), requires_grad=False)

@@ -22,8 +22,10 @@ from .kernels_attention import attend
 from .kernels_draft import attend_alone, join_residual
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
 from .kernels_pointwise import embed, norm, rotate, swiglu
+from .kernels_rounded import spell_out
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
+from .rounding import Matrix
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
 
@@ -104,7 +106,7 @@ class FusedModel:
             "head": (w.head, 0),
         }
         return {
-            name: tile(m.shape[0], m.shape[1], pair=pair, dtype=w.dtype, alone=alone)
+            name: tile(*m.shape, pair=pair, dtype=w.dtype, bits=m.bits, alone=alone)
             for name, (m, pair) in matrices.items()
         }
 
@@ -205,13 +207,18 @@ class FusedModel:
         for i, layer in enumerate(w.layers):
             cache = self._cache_of(i, step)
             norm(x, add, layer.input_norm, normed, eps=w.eps, pdl=pdl)
-            self._rotate(F.linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step, pdl)
+            self._rotate(self._linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step, pdl)
             self._attend(query, cache, attended, layer, step, pdl)
-            norm(x, F.linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
-            swiglu(F.linear(normed, layer.gate_up), hidden)
-            add = F.linear(hidden, layer.down)
+            norm(x, self._linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
+            swiglu(self._linear(normed, layer.gate_up), hidden)
+            add = self._linear(hidden, layer.down)
         assert add is not None
         return self._last_logits(x.add_(add), step, keep)
+
+    def _linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+        """A product by cuBLAS. Rounded weights are spelt out first, into memory that the next matrix uses again."""
+        weight = matrix.data if matrix.scales is None else spell_out(matrix, self.weights.dtype)
+        return F.linear(x, weight, bias)
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
@@ -245,7 +252,7 @@ class FusedModel:
     def _head(self, x: Tensor, squares: Tensor | None, rows: int, keep: int) -> Tensor:
         w = self.weights
         if not skinny_rows(rows * keep):
-            return F.linear(x, w.head).float().view(rows, keep, -1)
+            return self._linear(x, w.head).float().view(rows, keep, -1)
         logits = self._new(rows * keep, w.vocab_size, dtype=torch.float32)
         t = self._tiles[rows * keep == 1]["head"]
         matmul(x, w.head, logits, t, bias=None, squares=squares, eps=w.eps, pdl=self.overlap)

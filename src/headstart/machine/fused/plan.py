@@ -20,6 +20,7 @@ __all__ = [
     "AttentionTile",
     "Tile",
     "attention_tile",
+    "fitting_stages",
     "power_of_two",
     "tile",
 ]
@@ -27,6 +28,7 @@ __all__ = [
 
 PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
 
+_SHARED = 227 * 1024  # bytes of shared memory that a program can have
 LATE = 4  # loop steps before its end at which a streaming kernel lets the next one start
 ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
 ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
@@ -49,14 +51,14 @@ class Tile:
     prefetch: int  # bytes of weights a program asks into L2 while the kernel before is still running
 
 
-def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, alone: bool = False) -> Tile:
-    """The tile for a matrix [outputs, inputs].
+def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, bits: int = 16, alone: bool = False) -> Tile:
+    """The tile for a matrix [outputs, inputs] of ``bits`` a weight (16: as the activations).
 
     ``pair``: the kernel takes rows in two halves (rotary, gate and up), and the tile's rows must divide this number.
     ``alone``: for a draft's step of one token, where latency is all and sums need not be those of a wider step.
     """
     if dtype == torch.float32:  # for exactness, not for speed
-        return Tile(rows=16, depth=64, slices=4, warps=4, stages=2, prefetch=0)
+        return Tile(rows=16, depth=128 if bits == 4 else 64, slices=4, warps=4, stages=2, prefetch=0)
     if alone and inputs <= 2048:
         depth = power_of_two(inputs)
         if outputs * inputs > 1 << 23:
@@ -71,9 +73,23 @@ def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, alone:
         rows //= 2
     small = (2 * rows if pair else rows) <= 16
     # Two kernels on one multiprocessor slow each other down, so a tile's stages take about half of its memory.
+    if bits == 4:  # unpacking is work: eight warps share it
+        return Tile(rows=rows, depth=1024, slices=8, warps=8, stages=5 if small else 4, prefetch=32768)
+    if bits == 8:
+        return Tile(rows=rows, depth=512, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
     if not pair and outputs * inputs <= 1 << 25:  # a program has one short tile: more and smaller steps
         return Tile(rows=rows, depth=256, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
     return Tile(rows=rows, depth=512, slices=4, warps=4, stages=5 if small else 4, prefetch=32768)
+
+
+def fitting_stages(t: Tile, rows: int, tokens: int, *, bits: int, size: int) -> int:
+    """The tile's stages, or as many as fit into a multiprocessor's shared memory.
+
+    ``rows``: weight rows of a step; ``tokens``: padded; ``size``: bytes of an activation. Stages change no sum.
+    """
+    weights = rows * t.depth * (5 if bits == 4 else bits) // 8 if bits < 16 else rows * t.depth * size
+    sums = t.slices * rows * tokens * 4
+    return max(min(t.stages, 1 + (_SHARED - sums) // (weights + tokens * t.depth * size)), 1)
 
 
 def _balanced(outputs: int, most: int) -> int:

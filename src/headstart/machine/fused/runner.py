@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...errors import ModelRefused
 from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..runner import EagerRunner
@@ -40,11 +41,23 @@ class FusedRunner(EagerRunner):
         margin: int = MARGIN,
         probe: bool = True,
         draft: bool = False,
+        quantization: str | None = None,
+        release: bool = False,
     ) -> None:
-        """``draft``: see ``FusedModel``."""
+        """``draft``: see ``FusedModel``; ``quantization``, ``release``: see ``lower``."""
         super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=True)  # also allocates the slab
         cache = [(layer.keys, layer.values) for layer in self.slab.layers]
-        self.fused = FusedModel(lower(model), cache, draft=draft)
+        self.quantization = quantization
+        self.fused = FusedModel(lower(model, quantization, release=release), cache, draft=draft)
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """See ``EagerRunner.watch``: a watched model runs on its own modules, and those are not rounded."""
+        if self.quantization is not None:
+            raise ModelRefused(
+                f"a head reads the target's hidden states, which {self.quantization} weights on a GPU do not give: "
+                "use quantization=None, draft='lookup' or a draft model"
+            )
+        super().watch(layers)
 
     @torch.inference_mode()
     def forward(

@@ -27,6 +27,10 @@ def _argmax(x: Tensor) -> Tensor:
     return kernels_sampling.argmax(x) if _fits(x) else x.argmax(-1)
 
 
+def _peaks(x: Tensor) -> Tensor:
+    return kernels_sampling.argmax(x if _fits(x) else x.float().contiguous(), finite=True)
+
+
 def _race(p: Tensor, words: noise.Keys) -> Tensor:
     return kernels_sampling.race(p.contiguous(), words) if p.dtype == torch.float32 else noise.race(p, words)
 
@@ -49,4 +53,4 @@ def _drawn(x: Tensor, warp: Warp, words: noise.Keys) -> tuple[Tensor, Tensor]:
     return kernels_sampling.nucleus_race(x.contiguous(), words, **_knobs(warp))
 
 
-INNER = Inner(argmax=_argmax, race=_race, keys=keys, sampled=_sampled, drawn=_drawn)
+INNER = Inner(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn)

@@ -1,7 +1,7 @@
 // A draft head (see machine/head.py): from the target's hidden states to a whole drafted chain, in one call.
 //
 // Knows: the order of things in the head, how threads share it, and when a chain is not worth another token.
-// Does not know: Python, rounds, sampling.
+// Does not know: Python, rounds, how a token is drawn (word.cpp).
 //
 // A call first reads the slots that the committed text has more than the head's cache, with the target's true features,
 // and then goes on from the last of them on its own output. Numbers are the same whatever else is in the batch.
@@ -241,27 +241,14 @@ struct Steps {
         return turn + 1;
     }
 
-    // The likeliest word of a row, and about how likely the target will agree (see Pen.hopes). By one thread.
+    // The next word of a row, and how likely its token is to be reached by the target's text. By one thread.
     void choose(int row, int offset) const {
-        const float* logits = c.logits + (size_t)row * h.vocab;
-        float most = -INFINITY;
-        int best = -1;
-        vf top = splat(-INFINITY);
-        const int whole = h.vocab / LANES * LANES;
-        for (int i = 0; i < whole; i += LANES) top = larger(load(logits + i), top);
-        most = greatest(top);
-        for (int i = whole; i < h.vocab; i++) most = logits[i] > most ? logits[i] : most;
-        vf total = splat(0.0f);
-        const vf heat = splat(1.0f / c.heat), high = splat(most);
-        for (int i = 0; i < whole; i += LANES) total += exponential((load(logits + i) - high) * heat);
-        float mass = sum(total);
-        for (int i = whole; i < h.vocab; i++) mass += std::exp((logits[i] - most) / c.heat);
-        for (int i = 0; i < h.vocab && best < 0; i++)
-            if (logits[i] == most) best = i;
-        const bool sound = best >= 0 && std::isfinite(mass) && std::isfinite(most);
-        c.drafted[(size_t)row * c.most + offset] = sound ? h.ids[best] : -1;
-        fed[row] = sound ? h.ids[best] : 0;
-        reached[row] *= sound ? 1.0f / mass : 0.0f;
+        float* q = c.q ? c.q + ((size_t)row * c.most + offset) * h.tokens : nullptr;
+        const Word word = next_word(h, c.logits + (size_t)row * h.vocab, c.knobs ? c.knobs + row : nullptr, offset, c.heat, q);
+        const bool sound = word.number >= 0;
+        c.drafted[(size_t)row * c.most + offset] = sound ? h.ids[word.number] : -1;
+        fed[row] = sound ? h.ids[word.number] : 0;
+        reached[row] *= word.hope;
         if (!sound && c.budgets[row] > offset) c.budgets[row] = offset;
         if (offset && reached[row] < c.least_hope && c.budgets[row] > offset) c.budgets[row] = offset;
         if (reached[row] < c.least_next && c.budgets[row] > offset + 1) c.budgets[row] = offset + 1;

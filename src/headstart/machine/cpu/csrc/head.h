@@ -1,6 +1,7 @@
 // The records of a draft head that Python fills in (see head.py, which mirrors them field by field).
 #pragma once
 #include "decoder.h"
+#include "sampling.h"
 
 namespace hs {
 
@@ -29,13 +30,23 @@ struct HeadCall {
     const float* const* features;  // [rows] features of the token before the first slot, and on; null: none before it
     float* y;                   // [rows, width] the head's last outputs
     float* logits;              // [rows, vocab]
-    // greedy chains
+    // chains
     int32_t most;               // tokens to draft, of the row that wants the most; 0: stop at the logits
     int32_t* budgets;           // [rows] wanted; in the end, what each row has
     float least_hope;           // a token that is reached with less than this chance is left out
     float least_next;           // behind a token that is reached with less, nothing more is drafted
     float heat;
     int64_t* drafted;           // [rows, most]; -1 where a row's numbers broke down
+    const Knobs* knobs;         // [rows] how a row draws its tokens; null: all rows take the likeliest
+    float* q;                   // [rows, most, tokens] what they were drawn from, of rows with the token or block rule
 };
+
+struct Word {
+    int number;  // -1: the logits are broken
+    float hope;  // about how likely the target will agree, by the logits alone
+};
+
+// The next word by its logits [vocab]; drafted tokens before it in this round: ``offset``. knobs null: the likeliest.
+Word next_word(const Head& h, const float* logits, const Knobs* knobs, int offset, float heat, float* q);
 
 }  // namespace hs

@@ -1,0 +1,149 @@
+"""The loops over the vocabulary on the CPU's own kernels: what ``maths.inner`` says, without torch.
+
+Knows: which memory csrc/sampling.cpp takes. Does not know: what is drawn, or why.
+
+What is promised: a row's numbers and its token do not depend on the batch, the draft or the number of threads, to the
+last bit; so on one machine a seed gives one text, with or without a draft. Against the plain functions: the same law
+and the same noise, where a float may differ in its last bits; so a token at the very edge of a nucleus may fall on
+either side, and a race that is all but even may go the other way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int32, c_int64
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...maths import noise
+from ...maths.inner import Inner, Rule
+from ...maths.warp import Warp
+from ...types import SamplingParams
+from .library import kernels, pool
+
+__all__ = ["REJECTING", "Knobs", "inner_for", "knobs_of"]
+
+RULES: dict[Rule, int] = {"greedy": 0, "coupled": 1, "token": 2, "block": 3}
+REJECTING = (RULES["token"], RULES["block"])  # these ask what a token was drawn from
+
+
+class Knobs(Structure):  # see csrc/sampling.h
+    _fields_ = [
+        ("heat", c_float),
+        ("min_p", c_float),
+        ("top_p", c_float),
+        ("rule", c_int32),
+        ("top_k", c_int64),
+        ("seed", c_int64),
+        ("base", c_int64),
+    ]
+
+
+def knobs_of(params: SamplingParams, rule: Rule, *, seed: int, base: int) -> Knobs:
+    """A row's settings for the kernels; ``base``: tokens committed so far. Seeds are 64 bits, signed or not."""
+    # No top-k is a huge one, and a temperature that is all but 0 stays above it (as in ``Warp``).
+    return Knobs(
+        max(params.temperature, 1e-30), params.min_p, params.top_p, RULES[rule], params.top_k or 2**62, seed, base
+    )
+
+
+@cache
+def inner_for(threads: int) -> Inner:
+    """The inner loops, rows shared out among the process's ``threads`` threads."""
+
+    def sample(x: Tensor | None, warp: Warp | None, words: noise.Keys | None, p: Tensor) -> Tensor | None:
+        """Logits x [.., V] of R rows -> p, which is filled; and tokens [..] if there are words of noise."""
+        size = p.shape[-1]
+        count = p.numel() // max(size, 1)
+        knobs: list[int | None] = [None] * 4
+        rows = count
+        if warp is not None:
+            rows = len(warp.greedy)
+            knobs = [_address(v) for v in (warp.temperature, warp.min_p, warp.top_k, warp.top_p)]
+        tokens, low, high = None, None, None
+        if words is not None:
+            low, high = (word.contiguous() for word in words)
+            tokens = torch.empty(p.shape[:-1], dtype=torch.int64)
+        kernels().hs_sample(
+            pool(threads) if count > 1 and threads > 1 else None,
+            _address(x),
+            rows,
+            count // max(rows, 1),
+            size,
+            *knobs,
+            _address(low),
+            _address(high),
+            p.data_ptr(),
+            _address(tokens),
+        )
+        return tokens
+
+    def race(p: Tensor, words: noise.Keys) -> Tensor:
+        if p.dtype != torch.float32:
+            return noise.race(p, words)
+        tokens = sample(None, None, words, p.contiguous())
+        assert tokens is not None
+        return tokens
+
+    def sampled(x: Tensor, warp: Warp) -> Tensor:
+        p = torch.empty_like(x, memory_format=torch.contiguous_format)
+        sample(x.contiguous(), warp, None, p)
+        return p
+
+    def drawn(x: Tensor, warp: Warp, words: noise.Keys) -> tuple[Tensor, Tensor]:
+        p = torch.empty_like(x, memory_format=torch.contiguous_format)
+        tokens = sample(x.contiguous(), warp, words, p)
+        assert tokens is not None
+        return p, tokens
+
+    def judged(
+        logits: Tensor,
+        params: SamplingParams,
+        rule: Rule,
+        *,
+        seed: int,
+        base: int,
+        tokens: Sequence[int],
+        q: Tensor | None,
+    ) -> tuple[int, int]:
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        if q is not None and (q.dtype != torch.float32 or q.stride(1) != 1):
+            q = q.float().contiguous()
+        count = len(tokens)
+        found, drafted = (c_int64 * 2)(), (c_int64 * max(1, count))(*tokens)
+        knobs = knobs_of(params, rule, seed=seed, base=base)
+        kernels().hs_judge(
+            pool(threads) if count and threads > 1 else None,
+            ctypes.addressof(knobs),
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            count,
+            ctypes.addressof(drafted),
+            _address(q),
+            q.stride(0) if q is not None else 0,
+            ctypes.addressof(found),
+        )
+        return found[0], found[1]
+
+    return Inner(race=race, keys=_keys, sampled=sampled, drawn=drawn, judged=judged)
+
+
+def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> noise.Keys:
+    """``noise.keys`` in one call: seed [R], base [R] or [R, N], offset a number or [R, N], stream a number or [R]."""
+    parts = [part if isinstance(part, Tensor) else torch.tensor(part) for part in (seed, base, offset, stream)]
+    if any(part.dim() > 1 for part in parts):
+        parts = [part.unsqueeze(1) if part.dim() == 1 else part for part in parts]
+    shape = (parts[0] + parts[1] + parts[2] + parts[3]).shape
+    wide = [part.expand(shape).contiguous() for part in parts]
+    low, high = (torch.empty(wide[0].shape, dtype=torch.int32) for _ in "ab")
+    kernels().hs_keys(*(part.data_ptr() for part in wide), wide[0].numel(), low.data_ptr(), high.data_ptr())
+    return low, high
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,140 @@
+"""Kernels compiled before they are wanted, many at a time.
+
+Knows: how to find out which kernels a piece of work launches without running them, and how to compile them at once on
+all cores. Does not know: which kernels there are, or what the work is.
+
+A kernel is compiled when it is first launched, one after the other, half a second each: a minute for all that a pair
+of models needs. Here the work is rehearsed first. A launch whose kernel is not there yet is noted and skipped; what it
+would have written stays zero, because new memory is handed out filled with zeros, so that an index read from it is a
+valid one. At the end of the rehearsal everything that was noted is compiled, by processes of its own (threads get in
+each other's way), and then taken from Triton's cache on disk. What could not be made so is compiled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["rehearsal"]
+
+_MOST = 32  # processes
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class _Zeros(TorchDispatchMode):
+    """New memory is filled with zeros."""
+
+    _MAKERS = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in self._MAKERS:
+            out.zero_()
+        return out
+
+
+class _Job(NamedTuple):
+    """One kernel that is wanted."""
+
+    function: Any  # Triton's JITFunction
+    data: str  # what it is to be compiled for
+
+
+@contextmanager
+def rehearsal() -> Iterator[list[str]]:
+    """Kernels that are missing are not run inside, but compiled at the end. Gives their names, known by then."""
+    from triton import knobs
+
+    noted: dict[tuple[int, str], _Job] = {}
+    names: list[str] = []
+
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        noted[id(fn.jit_function), key] = _Job(fn.jit_function, compile["specialization_data"])
+        return True  # do not compile now
+
+    folder = Path(knobs.cache.dir)
+    helper = None if any(folder.glob("headstart-*")) else _Helper()  # the first time it will be wanted
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    try:
+        with _Zeros():
+            yield names
+    except BaseException:
+        if helper is not None:
+            helper.give_up()
+        raise
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    jobs = list(noted.values())
+    names.extend(job.function.__name__ for job in jobs)
+    _compile(jobs, folder, helper)
+
+
+def _compile(jobs: list[_Job], folder: Path, helper: _Helper | None) -> None:
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    known = hashlib.sha256("".join(sorted(job.function.cache_key + job.data for job in jobs)).encode()).hexdigest()
+    mark = folder / f"headstart-{known[:32]}"  # all these are in the cache
+    if jobs and not mark.exists():
+        (helper or _Helper()).finish(jobs)
+    elif helper is not None:
+        helper.give_up()
+    with ThreadPoolExecutor(8) as threads, AsyncCompileMode(threads):
+        for job in jobs:
+            job.function.preload(job.data)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+class _Helper:
+    """The process that compiles. It imports the kernels while the rehearsal goes on."""
+
+    def __init__(self) -> None:
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
+        modules = [name for name in sys.modules if name.startswith(f"{_PACKAGE}.kernels_")]
+        head = {
+            "package": _PACKAGE,
+            "target": [target.backend, target.arch, target.warp_size],
+            "modules": modules,
+            "workers": min(os.cpu_count() or 1, _MOST),
+        }
+        program = [sys.executable, "-P", str(Path(__file__).with_name("compiling.py"))]
+        self._process: subprocess.Popen[str] | None = None
+        if hasattr(os, "fork"):
+            self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self._say([head])
+
+    def finish(self, jobs: list[_Job]) -> None:
+        """Compile these, and end."""
+        if self._process is None:
+            return
+        self._say([(job.function.fn.__module__, job.function.__name__, job.data) for job in jobs])
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def give_up(self) -> None:
+        """Nothing is to be compiled."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _say(self, lines: list[Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died: the kernels are compiled here
+            self._process.stdin.writelines(json.dumps(line) + "\n" for line in lines)
+            self._process.stdin.flush()

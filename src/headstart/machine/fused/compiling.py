@@ -1,0 +1,93 @@
+"""A process that compiles kernels into Triton's cache on disk, several at a time.
+
+    python compiling.py
+
+Knows: how to build a kernel for a GPU that it never touches. Does not know: what is done with it, or the rest of this
+package: it stands on the kernels' modules alone, because importing everything takes longer than compiling.
+
+Its first line of input says for which GPU, which modules hold the kernels and how many workers there are; the modules
+are imported at once. Each further line is one job: (module, function, what Triton calls its specialization data).
+When the input ends, the workers are forked, take job after job, and end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+class _Stand:
+    """What Triton asks its driver while it compiles."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def _bare_packages(name: str) -> None:
+    """Let modules of this package be imported without what the packages around them import."""
+    folder = Path(__file__).resolve().parent
+    while name:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+        name, folder = name.rpartition(".")[0], folder.parent
+
+
+def _launcher(kernel: Any) -> None:
+    """The C function that starts the kernel, for which Triton calls a C compiler: half of the time of all this."""
+    if kernel.metadata.target.backend == "cuda":
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _work(jobs: list[tuple[str, str, str]], queue: int) -> None:
+    while taken := os.read(queue, 4):  # four bytes are read whole or not at all
+        module, function, data = jobs[int.from_bytes(taken, "little")]
+        try:
+            _launcher(getattr(importlib.import_module(module), function).preload(data))
+        except Exception as error:  # whoever wants the kernel compiles it himself, and sees what is wrong
+            print(f"{function}: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    head = json.loads(sys.stdin.readline())
+    _bare_packages(head["package"])
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_Stand(GPUTarget(*head["target"])))  # type: ignore[no-untyped-call]
+    for module in head["modules"]:
+        importlib.import_module(module)
+    jobs = [tuple(json.loads(line)) for line in sys.stdin]
+    out, into = os.pipe()
+    os.write(into, b"".join(i.to_bytes(4, "little") for i in range(len(jobs))))
+    os.close(into)
+    for _ in range(min(head["workers"], len(jobs))):
+        if os.fork() == 0:
+            try:
+                _work(jobs, out)
+            finally:
+                os._exit(0)
+    try:
+        while True:
+            os.wait()
+    except ChildProcessError:  # all are done
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What a draft takes, by its length, from the last few that were timed.
+
+Knows: a start that every draft pays (reading what was committed since the last one) and a step for each of its tokens.
+Does not know: who drafts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+__all__ = ["DraftSeconds"]
+
+
+class DraftSeconds:
+    """A line through the medians of each length seen lately."""
+
+    WINDOW = 40
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)
+        self._line: tuple[float, float] | None = None
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._seen.append((tokens, seconds))
+        self._line = None
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of the start, and of each token; zeros while nothing was timed, and no start while all drafts
+        timed were of one length."""
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _fit(self) -> tuple[float, float]:
+        by_length: dict[int, list[float]] = {}
+        for tokens, seconds in self._seen:
+            by_length.setdefault(tokens, []).append(seconds)
+        # (length, median, weight): a single slow moment moves no median, and a rare length counts for little.
+        points = [(n, median(found), len(found)) for n, found in by_length.items()]
+        total = sum(weight for _, _, weight in points)
+        if not total:
+            return 0.0, 0.0
+        length = sum(n * weight for n, _, weight in points) / total
+        seconds = sum(time * weight for _, time, weight in points) / total
+        spread = sum(weight * (n - length) ** 2 for n, _, weight in points)
+        if not spread:
+            return 0.0, seconds / length
+        step = sum(weight * (n - length) * (time - seconds) for n, time, weight in points) / spread
+        step = min(max(step, 0.0), seconds / length)  # neither part is below zero
+        return seconds - step * length, step

@@ -1,0 +1,210 @@
+"""Sampling on the CPU's kernels against the plain functions it stands for: maths.distribution, noise and verify."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.engine.judge import decide
+from headstart.machine.cpu import build
+from headstart.machine.cpu.library import kernels
+from headstart.machine.cpu.sampling import inner_for
+from headstart.maths import noise
+from headstart.maths.distribution import probabilities
+from headstart.maths.inner import Inner, Rule
+from headstart.maths.tree import Topology
+from headstart.maths.warp import Warp
+from headstart.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0},
+    "warm": {"temperature": 1.6},
+    "cold": {"temperature": 0.001, "top_p": 0.9},
+    "frozen": {"temperature": 1e-30},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "wide": {"temperature": 2.0, "top_p": 0.99999},
+    "narrow": {"temperature": 1.0, "top_p": 0.0001},
+    "top_k": {"temperature": 0.7, "top_k": 50},
+    "top_1": {"temperature": 1.3, "top_k": 1},
+    "min_p": {"temperature": 0.7, "min_p": 0.1},
+    "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    "more than there are": {"temperature": 1.0, "top_k": 100_000, "min_p": 0.9, "top_p": 0.5},
+}
+
+
+@pytest.fixture(params=["native", "avx2", "plain"])
+def inner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Inner:
+    """The loops as each kind of processor runs them, with two threads."""
+    if request.param != "plain" and "avx2" not in build._processor():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setenv("HEADSTART_CPU_ISA", request.param)
+    return inner_for(2)
+
+
+def warp_of(settings: list[dict[str, Any]], size: int) -> Warp:
+    params = [SamplingParams(**each) for each in settings]
+    return Warp.of(params, vocab_size=size, eos=[()] * len(params), device="cpu")
+
+
+def logits(*shape: int, ties: bool = False) -> Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1])) * 3
+    return (x * 2).round() / 2 if ties else x
+
+
+def outputs(rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("size", [7, 211, 5003, 49152])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_tokens_stay_with_the_same_probabilities(inner: Inner, name: str, size: int, ties: bool) -> None:
+    warp = warp_of([SETTINGS[name], {"temperature": 1.0, "top_p": 0.5}], size)
+    x = logits(2, 3, size, ties=ties)
+    want = probabilities(x, warp, outputs=outputs(2))
+    got = probabilities(x, warp, outputs=outputs(2), inner=inner)
+    differ = (got > 0) != (want > 0)
+    # Sums are rounded, so the token at the very edge may fall on either side; equal ones stay or go together.
+    assert (
+        float((got + want)[differ & (want > 1e-37)].sum()) < 1e-5 if not ties else not (differ & (want > 1e-37)).any()
+    )
+    torch.testing.assert_close(torch.where(differ, 0.0, got), torch.where(differ, 0.0, want), rtol=2e-5, atol=1e-37)
+    torch.testing.assert_close(got.sum(-1), torch.ones(2, 3), rtol=1e-5, atol=0)
+
+
+def test_kept_sets_are_equal_over_many_rows(inner: Inner) -> None:
+    x = logits(1, 300, 4096) * torch.linspace(0.2, 2.0, 300)[:, None]
+    for name in ("top_p", "top_k", "min_p", "all"):
+        warp = warp_of([SETTINGS[name]], 4096)
+        want, got = (probabilities(x, warp, outputs=outputs(1), **more) for more in ({}, {"inner": inner}))
+        assert int(((want > 0) != (got > 0)).sum()) == 0, name
+
+
+def test_a_row_does_not_depend_on_its_company(inner: Inner) -> None:
+    settings = [SETTINGS[name] for name in ("plain", "top_p", "all", "warm")]
+    x = logits(4, 3, 5003)
+    together = probabilities(x, warp_of(settings, 5003), outputs=outputs(4), inner=inner)
+    for row, each in enumerate(settings):
+        for node in range(3):
+            alone = x[row : row + 1, node : node + 1]
+            found = probabilities(alone, warp_of([each], 5003), outputs=outputs(1), inner=inner)
+            assert torch.equal(found[0, 0], together[row, node])
+
+
+def test_broken_rows_are_nan_and_others_are_not(inner: Inner) -> None:
+    x = logits(5, 1, 5003)
+    x[0, 0, 7] = torch.nan
+    x[1] = -torch.inf
+    x[2, 0, 9] = torch.inf
+    x[3, 0, 10:] = -torch.inf
+    for name in ("plain", "top_p", "all"):
+        p = probabilities(x, warp_of([SETTINGS[name]] * 5, 5003), outputs=outputs(5), inner=inner)
+        assert bool(p[:3].isnan().all())
+        assert bool(p[3:].isfinite().all())
+        assert float(p[3, 0, 10:].sum()) == 0
+
+
+@pytest.mark.parametrize("size", [7, 211, 49152])
+def test_races_and_keys_are_the_plain_ones(inner: Inner, size: int) -> None:
+    base = torch.arange(400).view(8, 50)
+    seeds = noise.seeds([0, 1, -1, 2**63, 2**64 - 5, 12345, -(2**63), 77], "cpu")
+    streams = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4])
+    for arguments in (
+        (seeds, base, 0, noise.COUPLED),
+        (seeds, base[:, 0], base, streams),
+        (seeds, base[:, 0], 3, noise.DRAFT),
+        (seeds, base, base % 7, noise.ACCEPT),
+    ):
+        for found, wanted in zip(inner.keys(*arguments), noise.keys(*arguments), strict=True):
+            assert torch.equal(found, wanted)
+    words = noise.keys(seeds, base, 0, noise.COUPLED)
+    p = torch.softmax(logits(8, 50, size), -1)
+    p[:4] *= p[:4] > 1 / size  # few with mass, as behind top-p
+    assert torch.equal(inner.race(p, words), noise.race(p, words))
+    q, tokens = inner.drawn(
+        p.log().view(400, size), warp_of([SETTINGS["plain"]] * 400, size), tuple(w.view(-1) for w in words)
+    )
+    assert torch.equal(tokens, noise.race(q.view(8, 50, size), words).view(-1))
+    p[0, 0] = 0
+    p[1, 1, 3] = torch.nan
+    p[1, 1, 5] = torch.nan
+    found = inner.race(p, words)
+    assert found[0, 0] == 0
+    assert found[1, 1] == 3
+    assert torch.equal(inner.race(p.double(), words), noise.race(p.double(), words))
+
+
+# -- the verdict on a chain, against ``decide``
+
+
+def case(number: int, rule: Rule, draw: Literal["iid", "point"], size: int) -> dict[str, Any]:
+    """A target, and a draft near it that was drawn with its own noise."""
+    g = torch.Generator().manual_seed(number)
+    n = number % 5
+    names = sorted(SETTINGS)
+    params = SamplingParams(verification=rule, **SETTINGS[names[number % len(names)]]) if rule != "greedy" else None
+    params = params or SamplingParams(temperature=0)
+    x = torch.randn(n + 1, size, generator=g) * 2
+    near = x[:n] + torch.randn(n, size, generator=g) * float(torch.rand(1, generator=g))
+    warp = Warp.of([params], vocab_size=size, eos=[()], device="cpu")
+    q = probabilities(near[None], warp, outputs=outputs(1))[0] if n else None
+    tokens: list[int] = []
+    if q is not None:
+        words = noise.keys(noise.seeds([number * 7], "cpu"), torch.tensor([40]), torch.arange(1, n + 1)[None], 3)
+        tokens = noise.race(q[None], words)[0].tolist()
+        if draw == "point":
+            tokens = (q.argmax(-1) if number % 2 else x[:n].argmax(-1)).tolist()
+    if number % 11 == 0 and n > 1:  # numbers that broke down, in the target, in the draft; and no such token
+        kind = number // 11 % 4
+        if kind == 0:
+            x[n // 2] = torch.nan
+        elif kind == 1 and q is not None:
+            q[n // 2] = torch.nan
+        elif kind == 2:
+            tokens[n // 2] = -1
+        else:
+            x[0] = -torch.inf
+    return {"params": params, "x": x, "warp": warp, "q": q if draw == "iid" else None, "tokens": tokens, "seed": number}
+
+
+@pytest.mark.parametrize("draw", ["iid", "point"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled", "greedy"])
+def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal["iid", "point"]) -> None:
+    lengths: set[int] = set()
+    for number in range(300):
+        c = case(number, rule, draw, size=83)
+        n = len(c["tokens"])
+        want = decide(
+            rule if n else "greedy" if rule == "greedy" else "coupled",
+            c["x"][None],
+            c["warp"],
+            tokens=torch.tensor([[0, *c["tokens"]]]),
+            topology=Topology.chain([n], torch.device("cpu")),
+            outputs=outputs(1),
+            history=None,
+            seeds=noise.seeds([c["seed"]], "cpu"),
+            base=torch.tensor([40]),
+            q=c["q"][None] if c["q"] is not None and rule in ("token", "block") else None,
+            kinds=["point" if c["q"] is None else "iid"],
+        )
+        assert inner.judged is not None
+        wide = torch.nn.functional.pad(c["x"], (0, 5), value=9.0)[:, :83]  # rows further apart than they are long
+        got = inner.judged(
+            wide, c["params"], rule, seed=c["seed"], base=40, tokens=c["tokens"], q=c["q"] if n else None
+        )
+        if not bool(want.ok[0]):
+            assert got[1] == -1, number
+            continue
+        assert got == (int(want.accepted[0]), int(want.token[0])), (number, c["params"])
+        lengths.add(got[0])
+    assert lengths == {0, 1, 2, 3, 4}
+
+
+def test_the_kernels_know_all_of_this() -> None:
+    for name in ("hs_sample", "hs_judge", "hs_keys"):
+        assert getattr(kernels(), name)

@@ -1,0 +1,236 @@
+"""Rounded weights on the fused kernels, against Hugging Face modules that hold the same rounded weights as floats.
+
+On a GPU: ``pytest -m gpu``. Without one: in Triton's interpreter (see ``test_machine_fused``), and the rounding itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_captured import PROMPTS, SIZE, pair
+from test_machine_fused import CONFIGS, DEVICE, DTYPES, INTERPRETED, SIZES, Rig, build, draw, kernels, truth
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from headstart import LLM, SamplingParams
+from headstart.errors import ModelRefused
+from headstart.machine import fused
+from headstart.machine.fused.lower import lower, why_not
+from headstart.machine.fused.rounding import Matrix, rounded
+from headstart.testing import tiny_model
+
+KINDS = ["int8", "int4"]
+
+
+def spelt_out(model: Any, kind: str, dtype: torch.dtype) -> Any:
+    """A copy of the model whose own modules hold the rounded weights, as floats of ``dtype``."""
+    copied = copy.deepcopy(model)
+    head = rounded(copied.lm_head.weight.data, "int8").floats(dtype)
+    for p in copied.parameters():
+        p.data = p.data.to(dtype)
+    for small, big in zip(lower(model, kind).layers, lower(copied).layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            getattr(big, name).data.copy_(getattr(small, name).floats(dtype))
+    copied.lm_head.weight = nn.Parameter(head)  # a tied one is tied no more
+    return copied
+
+
+class RoundedRig(Rig):
+    def __init__(self, name: str, kind: str, dtype: torch.dtype, *, rows: int = 3, draft: bool = False) -> None:
+        self.model = build(name, DEVICE, dtype)
+        self.fused = fused.fuse(self.model, rows=rows, capacity=160, draft=draft, quantization=kind)
+        self.texts = [draw(160, row) for row in range(rows)]
+        own, wide = (spelt_out(self.model, kind, d) for d in (dtype, torch.float32))
+        self.want = [truth(wide, text) for text in self.texts]
+        gaps = [float((truth(own, t) - w).norm() / w.norm()) for t, w in zip(self.texts, self.want, strict=True)]
+        self.limit = max(2e-5, 1.5 * max(gaps))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["smollm", "llama-bias-llama3", "qwen3", "phi3-partial"])
+def test_rounded_models(name: str, kind: str, dtype: torch.dtype) -> None:
+    """The wide path, ragged steps of several tokens, and of one."""
+    rig = RoundedRig(name, kind, dtype)
+    rig.check_rows([0, 0, 0], 20, keep=3)
+    rig.check_rows([20, 13, 6], 9)
+    rig.check_rows([25, 22, 15], 1)
+    rig.check_rows([26], 5)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["smollm", "phi3", "mistral"])
+def test_rounded_drafts(name: str, kind: str, dtype: torch.dtype) -> None:
+    rig = RoundedRig(name, kind, dtype, draft=True)
+    rig.check_rows([0, 0, 0], 70, keep=1)
+    rig.check_rows([70], 1, bound=128)
+    rig.check_rows([71, 33, 64], 1)
+    rig.small_chunks()
+    rig.check_rows([72], 1)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_alone_and_among_others_is_the_same_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    rig = RoundedRig("smollm", kind, dtype, rows=2)
+    rig.small_chunks()
+    rig.feed([0, 0], 60, keep=0)
+    together = rig.feed([60, 50], 8)  # 16 tokens
+    for i in range(8):
+        assert torch.equal(rig.feed([60 + i], 1)[0, 0], together[0, i])
+    assert torch.equal(rig.feed([60, 50], 1)[:, 0], together[:, 0])
+
+
+@kernels
+@pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_matrices_are_streamed_to_the_same_bits_again_and_again(kind: str) -> None:
+    sizes = {"hidden_size": 2560, "intermediate_size": 6912, "num_attention_heads": 20, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        config = LlamaConfig(**SIZES | sizes | {"head_dim": 128, "num_hidden_layers": 4, "vocab_size": 30011})
+        model = AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)
+    own, wide = (spelt_out(model, kind, d) for d in (torch.bfloat16, torch.float32))
+    twin = fused.fuse(model, rows=32, capacity=320, quantization=kind)
+    text = draw(273, 5)
+    start, tokens = torch.tensor([256], device=DEVICE), torch.tensor([text], device=DEVICE)
+    twin.forward(tokens[:, :256], start - 256, keep=0)
+    together = twin.forward(tokens[:, 256:272], start).clone()
+    want = truth(wide, text[:272])[256:]
+    limit = 1.5 * float((truth(own, text[:272])[256:] - want).norm() / want.norm())
+    assert float((together[0] - want).norm() / want.norm()) < limit
+    for _ in range(8):
+        for width in (1, 2, 8, 9, 16):
+            assert torch.equal(twin.forward(tokens[:, 256 : 256 + width], start)[0], together[0, :width])
+    many = twin.forward(tokens[:, 256:257].expand(32, 1).contiguous(), start.expand(32).contiguous())
+    assert float((many[0] - want[:1]).norm() / want[:1].norm()) < 2 * limit
+
+
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rounded_runner(kind: str) -> None:
+    """Over the slab, with its modules' weights given back; hidden states are refused, not wrong."""
+    from headstart.machine.fused.runner import FusedRunner
+
+    model = build("smollm", DEVICE, torch.float32)
+    text = draw(40, 3)
+    want = truth(spelt_out(model, kind, torch.float32), text)
+    runner = FusedRunner(model, rows=2, max_len=64, quantization=kind, release=True)
+    last = runner.prefill(0, text[:35])
+    assert float((last[0, 0] - want[34]).norm() / want[34].norm()) < 2e-5
+    got = runner.forward(slice(0, 1), torch.tensor([text[35:]], device=DEVICE), [35])
+    assert float((got[0] - want[35:]).norm() / want[35:].norm()) < 2e-5
+    with pytest.raises(ModelRefused, match="hidden states"):
+        runner.watch([0])
+
+
+# -- whole engines, on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_speculation_gives_the_rounded_targets_own_tokens(kind: Any, dtype: torch.dtype) -> None:
+    """Recorded rounds with a rounded target and a rounded draft: the ids of plain decoding, in bfloat16 too."""
+    target, draft = (model.to(dtype) for model in pair("llama"))
+    for rule, temperature in (("block", 0.0), ("coupled", 0.8)):
+        params = [
+            SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True, verification=rule)  # type: ignore[arg-type]
+            for i in range(len(PROMPTS))
+        ]
+        answers = []
+        for who, gamma in ((None, 1), (draft, 3), (draft, 8)):
+            options = {"max_rows": 1, "max_model_len": 128, "check": False}
+            llm = LLM(target, who, gamma=gamma, quantization=kind, draft_quantization="int8", **options)
+            answers.append([a.token_ids for a in llm.generate(PROMPTS, params)])
+            assert who is None or llm.stats.accepted > 10
+        assert answers[0] == answers[1] == answers[2], (rule, dtype)
+
+
+@pytest.mark.gpu
+def test_what_is_loaded_from_a_folder_takes_less_memory(tmp_path: Path) -> None:
+    tiny_model("llama", **SIZE | {"hidden_size": 1024, "intermediate_size": 4096}).save_pretrained(tmp_path)
+    used, reports = [], []
+    for kind in (None, "int8", "int4"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        llm = LLM(tmp_path, None, dtype="bfloat16", device="cuda", quantization=kind, max_model_len=64, max_rows=1)  # type: ignore[arg-type]
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=4))
+        used.append(torch.cuda.memory_allocated() - before)
+        reports.append(llm.report)
+        del llm
+    assert [r.dtype for r in reports] == ["bfloat16", "int8", "int4"]
+    assert reports[0].bytes > 1.8 * reports[1].bytes > 1.8 * 1.2 * reports[2].bytes
+    assert "instead of" in reports[1].notes[-1]
+    for i in (1, 2):
+        assert used[0] - used[i] > 0.8 * (reports[0].bytes - reports[i].bytes)
+
+
+# -- the rounding itself, without a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "step"), [("int8", 2 / 254), ("int4", 2 / 15)])
+def test_no_weight_moves_by_more_than_half_a_step(kind: str, step: float, dtype: torch.dtype) -> None:
+    weight = (torch.rand(9000, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1).to(dtype)
+    weight[5] = 0
+    matrix = rounded(weight, kind)
+    assert matrix.shape == weight.shape
+    loss = (matrix.floats(torch.float32) - weight.float()).abs()
+    assert float(loss.max()) < step / 2 * (1.01 if dtype == torch.float32 or kind == "int8" else 1.15)
+    assert float(loss[5].max()) == 0
+    assert matrix.bytes < weight.numel() * (1.1 if kind == "int8" else 0.76)
+
+
+def test_weights_of_q4_1_blocks_are_these_blocks_again() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(0, 16, (50, 4, 32), generator=generator)
+    q[..., 0], q[..., 9] = 0, 15  # a block that llama.cpp makes uses its whole range
+    scale, minimum = torch.rand(50, 4, 1, generator=generator).half(), -torch.rand(50, 4, 1, generator=generator).half()
+    weight = (q * scale.float() + minimum.float()).view(50, 128)
+    matrix = rounded(weight, "int4")
+    assert torch.allclose(matrix.floats(torch.float32), weight, rtol=0, atol=3e-7)
+    low = matrix.data.view(50, 4, 16) & 15
+    assert torch.equal(torch.cat([low, matrix.data.view(50, 4, 16) >> 4], dim=2), q.to(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["smollm", "phi3", "qwen2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowering_to_few_bits_gives_memory_back(name: str, kind: str) -> None:
+    model = build(name)
+    whole = lower(copy.deepcopy(model))
+    kept = lower(model, kind)
+    assert truth(model, draw(9, 1)).isfinite().all()  # the modules are as they were
+    small = lower(model, kind, release=True)
+    assert small.step_bytes < whole.step_bytes * (0.28 if kind == "int8" else 0.27)  # against float32
+    assert sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) == 0
+    assert torch.equal(small.embedding, whole.embedding)
+    assert torch.equal(small.layers[1].down.floats(torch.float32), kept.layers[1].down.floats(torch.float32))
+    assert (small.head.bits, small.layers[0].o.bits) == (8, int(kind[3:]))
+    assert small.bytes == small.step_bytes + 4 * small.embedding.numel()
+
+
+def test_floats_are_no_rounded_matrix() -> None:
+    weight = torch.randn(4, 32)
+    assert Matrix(weight).bits == 16
+    assert torch.equal(Matrix(weight).floats(torch.float32), weight)
+    assert Matrix(weight).bytes == 4 * 32 * 4
+
+
+def test_widths_that_do_not_divide_into_groups_are_refused() -> None:
+    model = build("llama-no-groups")  # 176 feed-forward units
+    assert why_not(model, "int8") is None
+    assert "groups of 32" in str(why_not(model, "int4"))
+    assert set(CONFIGS) - {n for n in CONFIGS if why_not(build(n), "int4") is None} == {"llama-no-groups"}

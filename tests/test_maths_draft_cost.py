@@ -1,0 +1,41 @@
+"""The line through timed drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from headstart.maths.draft_cost import DraftSeconds
+
+
+def test_start_and_step_are_told_apart() -> None:
+    cost = DraftSeconds()
+    assert not cost
+    assert cost.line() == (0.0, 0.0)
+    for tokens in (1, 2, 4, 1, 3) * 6:
+        cost.add(tokens, 0.7 + 0.3 * tokens)
+    assert cost
+    assert cost.line() == pytest.approx((0.7, 0.3))
+    cost.add(2, 50.0)  # one slow moment
+    assert cost.line() == pytest.approx((0.7, 0.3))
+
+
+def test_one_length_has_no_start_and_nothing_is_below_zero() -> None:
+    cost = DraftSeconds()
+    cost.add(4, 2.0)
+    assert cost.line() == (0.0, 0.5)
+    cost.add(1, 3.0)  # longer for fewer tokens: all of it is the start
+    assert cost.line() == pytest.approx((2.5, 0.0))
+    steep = DraftSeconds()
+    steep.add(1, 0.1)
+    steep.add(2, 2.0)  # more than twice as long for twice as many: all of it is steps
+    start, step = steep.line()
+    assert start == pytest.approx(0.0)
+    assert step == pytest.approx(0.7)
+
+
+def test_old_drafts_are_forgotten() -> None:
+    cost = DraftSeconds()
+    cost.add(1, 9.0)
+    for i in range(DraftSeconds.WINDOW):
+        cost.add(i % 2 + 1, 0.1 * (i % 2 + 1))
+    assert cost.line() == pytest.approx((0.0, 0.1))
