@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,17 @@ from torch import Tensor
 from headstart.config import EngineConfig
 from headstart.controller import FixedController
 from headstart.drafters.head import HeadDrafter
-from headstart.drafters.pen import AGREEMENT_HEAT
+from headstart.drafters.pen import AGREEMENT_HEAT, Pen
 from headstart.engine.engine import Engine
 from headstart.machine.cpu.build import ISAS, load_kernels
 from headstart.machine.cpu.head import HeadKernel, why_not
 from headstart.machine.cpu.packed import pack_model
 from headstart.machine.cpu.runner import CpuRunner
+from headstart.machine.cpu.sampling import knobs_of
 from headstart.machine.head import HeadConfig, HeadNet
 from headstart.machine.kvcache import Slab
 from headstart.machine.runner import EagerRunner
+from headstart.maths.inner import Rule
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import DraftView, Proposal, Request, SamplingParams
 
@@ -38,6 +42,16 @@ CONFIG = HeadConfig(
     vocab=72,  # not a multiple of 16
     window=24,
 )
+
+
+@dataclass
+class View:
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    id: str = "a"
+    prompt_length: int = 0
+    prediction: tuple[int, ...] = ()
 
 
 def net(config: HeadConfig = CONFIG) -> HeadNet:
@@ -116,6 +130,44 @@ def test_greedy_chains_are_the_argmaxes_and_end_where_hope_does() -> None:
         assert drafted(6, least_hope=between) == expected[:end]
         assert drafted(6, least_next=between) == expected[: end + 1]
     assert drafted(6, least_next=1.1) == drafted(6, least_hope=1.1) == expected[:1]
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 5, "min_p": 0.01}])
+def test_drawn_chains_are_the_pens(rule: Rule, settings: dict[str, Any]) -> None:
+    """Tokens and q as ``Pen`` has them of the very logits, with the request's noise; and as its request says, a row."""
+    head = net()
+    (tokens, features), (others, theirs) = text(30), text(30, 1)
+    served = kernel(head, 2)
+    agreed, seen = 0, set()
+    for seed in range(40):
+        params = SamplingParams(verification=rule, seed=seed, **settings)
+        knobs = [
+            knobs_of(SamplingParams(temperature=0), "greedy", seed=seed, base=30),
+            knobs_of(params, rule, seed=seed, base=30),
+        ]
+        q = torch.full((2, 3, CONFIG.target_vocab), -1.0)
+        greedy, chain = served.chains([0, 0], [others, tokens], [theirs, features], [2, 3], heat=1.0, knobs=knobs, q=q)
+        assert greedy == recomputed(head, others, theirs, 2)[0]
+        view = View(tokens, params, seed)
+        pen = Pen([view], CONFIG.target_vocab, CONFIG.target_vocab, torch.device("cpu"), head.ids)
+        logits = served.read([0, 0], [others, tokens], [theirs, features])[1:].clone()
+        for offset, token in enumerate(chain):
+            agreed += int(pen.draw(logits, offset)) == token
+            logits = served.step([30 + offset] * 2, [greedy[0], token])[1:].clone()
+            seen.add(token)
+        if rule != "coupled":
+            torch.testing.assert_close(q[1:], pen.q(), rtol=1e-4, atol=1e-7)
+    assert agreed >= 119, "but for a race that is all but even"
+    assert len(seen) > 10
+
+
+def test_rejection_sampling_needs_a_place_for_q() -> None:
+    served, (tokens, features) = kernel(net()), text(5)
+    knobs = [knobs_of(SamplingParams(), "block", seed=1, base=5)]
+    for q in (None, torch.empty(1, 3, CONFIG.target_vocab)):
+        with pytest.raises(ValueError, match="q"):
+            served.chains([0], [tokens], [features], [2], heat=1.0, knobs=knobs, q=q)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "float32"])

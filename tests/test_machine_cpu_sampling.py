@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 import pytest
 import torch
+from engines import run, table, table_draft, table_engine
+from statistics_tools import chi_squared
 from torch import Tensor
 
-from headstart.engine.judge import decide
+from headstart.drafters.base import Drafter
+from headstart.drafters.model import ModelDrafter
+from headstart.engine.engine import Engine
+from headstart.engine.judge import _processed, decide
+from headstart.engine.sequence import Sequence
 from headstart.machine.cpu import build
-from headstart.machine.cpu.library import kernels
 from headstart.machine.cpu.sampling import inner_for
 from headstart.maths import noise
-from headstart.maths.distribution import probabilities
+from headstart.maths.distribution import History, probabilities, processed
 from headstart.maths.inner import Inner, Rule
 from headstart.maths.tree import Topology
 from headstart.maths.warp import Warp
-from headstart.types import SamplingParams
+from headstart.testing import ScriptedDrafter
+from headstart.types import DraftView, Proposal, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -205,6 +212,94 @@ def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal
     assert lengths == {0, 1, 2, 3, 4}
 
 
-def test_the_kernels_know_all_of_this() -> None:
-    for name in ("hs_sample", "hs_judge", "hs_keys"):
-        assert getattr(kernels(), name)
+# -- the engine as a whole, on a model with known probabilities (see test_engine_lossless)
+
+V, LENGTH, SAMPLES = 4, 3, 900
+TARGET, DRAFT = table(V, seed=1), table(V, seed=1) + 0.8 * table(V, seed=2)
+PROMPT = (1, 3, 2)
+
+
+def drawn(drafter: Drafter | None, rule: str, rows: int = 16, **params: Any) -> tuple[Engine, Counter[tuple[int, ...]]]:
+    """What the engine emits when its rounds are judged by the kernels."""
+    engine = table_engine(TARGET, drafter, gamma=3, rows=rows, max_waiting=SAMPLES)
+    engine.parts.runner.inner = inner_for(1)  # type: ignore[misc]
+    if isinstance(drafter, ModelDrafter):
+        drafter.runner.inner = inner_for(1)  # type: ignore[misc]
+    requests = [
+        Request(str(seed), PROMPT, SamplingParams(max_tokens=LENGTH + 1, seed=seed, verification=rule, **params))  # type: ignore[arg-type]
+        for seed in range(SAMPLES)
+    ]
+    return engine, Counter(c.token_ids[:LENGTH] for c in run(engine, requests))
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("kind", ["plain", "model", "ending itself"])
+def test_the_engine_follows_the_target(kind: str, rule: str) -> None:
+    rows = 1 if kind == "ending itself" else 16
+    hope = (lambda: 0.6) if kind == "ending itself" else None
+    engine, counts = drawn(None if kind == "plain" else table_draft(DRAFT, rows=rows, least_hope=hope), rule, rows)
+    assert chi_squared(counts, engine.parts.runner.probabilities(PROMPT, LENGTH)) > 1e-4  # type: ignore[attr-defined]
+    assert kind == "plain" or 0.2 < engine.stats.acceptance_rate < 0.98
+
+
+def test_penalties_and_bias_are_the_plain_ones() -> None:
+    """Same seeds, same settings: the same tokens as without the kernels."""
+    params: Any = {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {0: 0.7}}
+    found = []
+    for loops in (None, inner_for(1)):
+        engine = table_engine(TARGET, table_draft(DRAFT, rows=16), gamma=3, rows=16, max_waiting=SAMPLES)
+        if loops is not None:
+            engine.parts.runner.inner = loops  # type: ignore[misc]
+        settings = [SamplingParams(max_tokens=12, min_tokens=4, seed=seed, **params) for seed in range(40)]
+        requests = [Request(str(seed), PROMPT, each) for seed, each in enumerate(settings)]
+        found.append([c.token_ids for c in run(engine, requests)])
+    assert found[0] == found[1]
+
+
+def test_a_draft_that_lies_about_q_is_caught() -> None:
+    """The same chi-squared must fail where it should: tokens by argmax, q spread out."""
+
+    def guess(view: DraftView, budget: int) -> Proposal | None:
+        tokens, rows = list(view.tokens), []
+        for _ in range(budget):
+            rows.append(DRAFT[tokens[-2], tokens[-1]].softmax(-1))
+            tokens.append(int(rows[-1].argmax()))
+        return Proposal.chain(tokens[len(view.tokens) :], torch.stack(rows)) if rows else None
+
+    for rule in ("token", "block"):
+        engine, counts = drawn(ScriptedDrafter(guess), rule)
+        law = engine.parts.runner.probabilities(PROMPT, LENGTH)  # type: ignore[attr-defined]
+        assert chi_squared(counts, law) < 1e-6
+
+
+def test_bias_and_penalties_at_the_edges_of_the_vocabulary() -> None:
+    """Few tokens are worked out as a vocabulary of their own: against all of them, ids past the tokenizer's included."""
+    size, vocab = 40, 33
+    x = logits(4, size)
+    params = SamplingParams(
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=-0.2,
+        logit_bias={0: 2.0, 32: -5.0, 35: 9.0},
+        min_tokens=6,
+        stop_token_ids=(7, 38),
+    )
+    request = Request("a", (1, 2, 2, 30), params)
+    sequence = Sequence(request, 0, 5, eos=[3, 36], text=None, limit=99)
+    sequence.tokens += [2, 5, 5]
+    drafted = [5, 11, 32]
+    warp = Warp.of([params], vocab_size=vocab, eos=[tuple(sequence.ending_ids)], device="cpu")
+    want = processed(
+        x[None],
+        warp,
+        outputs=torch.tensor([3]),
+        tokens=torch.tensor([[5, *drafted]]),
+        topology=Topology.chain([3], torch.device("cpu")),
+        history=History.of([[1, 2, 2, 30]], [[2, 5, 5]], size, "cpu"),
+    )
+    before = x.clone()
+    got = _processed(x[:, :vocab], sequence, drafted, vocab)
+    torch.testing.assert_close(got, want[0, :, :vocab])
+    assert torch.equal(x, before), "the caller's logits stay as they are"
+    assert bool((got[:3, [3, 7]] == -torch.inf).all())
+    assert bool(got[3].isfinite().all())

@@ -25,7 +25,7 @@ from ..machine.kvcache import Slab
 from ..types import DraftView, Proposal
 from .base import Drafter
 from .kernel_chains import kernel_chains
-from .pen import Pen, touches_logits
+from .pen import Pen
 from .watched import WatchedRunner, check_shapes
 
 __all__ = ["HeadDrafter"]
@@ -256,9 +256,10 @@ class HeadDrafter(Drafter):
     # -- drafting
 
     def _chains(self, asked: Asked) -> dict[str, Proposal]:
-        if self._kernel is not None and not any(touches_logits(view.params) for view, _ in asked.values()):
+        if self._kernel is not None:
             return self._kernel_chains(asked, self._kernel)
-        keys, ends, logits, y = self._first(asked)
+        keys, ends, y = self._catch_up(asked)
+        logits = self.net.logits(y)[:, 0]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
         pen = Pen(views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids, self.target.inner)
@@ -290,22 +291,8 @@ class HeadDrafter(Drafter):
         kept, followed = self._hopes()
         return (kept or self.least_hope) / rows, followed / rows
 
-    def _first(self, asked: Asked) -> tuple[list[str], list[int], Tensor, Tensor | None]:
-        """Catch up, and the logits [R, W] of what follows. The last is for ``_next``; the kernel keeps it to itself."""
-        if self._kernel is None:
-            keys, ends, y = self._catch_up(asked)
-            return keys, ends, self.net.logits(y)[:, 0], y
-        keys, starts, feed = self._missing(asked)
-        logits = self._kernel.read(starts, feed, self._all_features(keys, starts, feed))
-        for row, line in enumerate(feed):
-            self.slab.extend(row, line)
-        return keys, [start + max(len(line), 1) for start, line in zip(starts, feed, strict=True)], logits, None
-
-    def _next(self, ends: Sequence[int], tokens: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The logits [R, W] behind one drafted token more a row."""
-        if y is None:
-            assert self._kernel is not None
-            return self._kernel.step(ends, tokens.tolist()), None
+    def _next(self, ends: Sequence[int], tokens: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits [R, W] behind one drafted token more a row, and the y they come from."""
         x = y + self._words(tokens)[:, None]
         q, k, v = self._write(x, ends)
         y = self._look(x, q, k, v, self._sight(ends, k.shape[2]))

@@ -11,7 +11,7 @@ too, so that plain decoding and coupled speculation give the same tokens. *token
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -120,20 +120,37 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, judged: C
 
 
 def _processed(x: torch.Tensor, sequence: Sequence, drafted: Seq[int], vocab_size: int) -> torch.Tensor:
-    """Bias, min_tokens and penalties on one row's logits [N+1, V]."""
-    warp = Warp.of([sequence.params], vocab_size=vocab_size, eos=[tuple(sequence.ending_ids)], device=x.device)
+    """Bias, min_tokens and penalties on one row's logits [N+1, V]: a new tensor.
+
+    All of them change a token's logit by what is known of that token, so only the few tokens that anything is known of
+    are worked out, as a vocabulary of their own.
+    """
+    params, split = sequence.params, sequence.prompt_length
+    line = [*sequence.tokens, *drafted]
+    ids, places = np.unique([*line, *(params.logit_bias or ()), *sequence.ending_ids], return_inverse=True)
+    few = ids < vocab_size  # the others have no logit; ids are sorted, so these come first
+    ids = ids[few]
+    number = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+    warp = Warp.of(
+        [replace(params, logit_bias={number[i]: v for i, v in (params.logit_bias or {}).items() if i in number})],
+        vocab_size=len(ids),
+        eos=[[number[i] for i in sequence.ending_ids if i in number]],
+        device=x.device,
+    )
+    own = places[: len(line)].tolist()
     history = None
     if warp.needs_history:
-        prompt, output = sequence.tokens[: sequence.prompt_length], sequence.tokens[sequence.prompt_length :]
-        history = History.of([prompt], [output], x.shape[1], x.device)
-    return processed(
-        x[None],
+        history = History.of([own[:split]], [own[split : len(sequence.tokens)]], len(ids), x.device)
+    index = torch.from_numpy(ids)
+    changed = processed(
+        x[None, :, index],
         warp,
         outputs=torch.tensor([sequence.output_length]),
-        tokens=torch.tensor([[sequence.tokens[-1], *drafted]]),
+        tokens=torch.tensor([own[len(sequence.tokens) - 1 :]]),
         topology=Topology.chain([len(drafted)], x.device),
         history=history,
     )[0]
+    return x.clone().index_copy_(1, index, changed)
 
 
 def _chain_verdict(held: int, token: int, proposal: Proposal | None) -> Verdict | None:

@@ -77,7 +77,7 @@ class HeadKernel:
         layer = SlabLayer(slab)
         layer.lazy_initialization(like, like)
         slab.layers.append(layer)
-        self._memory: list[Tensor] = []
+        self._memory: list[Tensor] = [layer.keys, layer.values]
         paired = torch.arange(c.ffn).view(-1, GROUP)
         paired = torch.stack([paired, paired + c.ffn], dim=1).flatten()
         turn = net.rotary(slab.capacity, torch.device("cpu"))[:, 0]  # [capacity, dim / 2]

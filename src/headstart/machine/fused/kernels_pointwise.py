@@ -118,7 +118,8 @@ def _overlap(pdl: int) -> dict[str, object]:
 
 
 def _warps(width: int) -> int:
-    return min(max(width // 512, 1), 8)
+    """A power of two, whatever the width is."""
+    return min(power_of_two(max(width // 512, 1)), 8)
 
 
 def embed(
