@@ -292,12 +292,19 @@ def drafted(settings: SamplingParams, *, quantized: bool = False, kernel: bool =
     [
         SamplingParams(temperature=0, max_tokens=24),
         SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24, verification="coupled"),
-        SamplingParams(temperature=0, presence_penalty=0.5, max_tokens=24),
     ],
-    ids=["greedy", "coupled", "penalty"],
+    ids=["greedy", "coupled"],
 )
 def test_the_drafter_guesses_the_same_on_the_kernel(settings: SamplingParams, rows: int) -> None:
     assert drafted(settings, rows=rows) == drafted(settings, kernel=False, rows=rows)
+
+
+def test_guesses_that_disregard_penalties_change_no_text() -> None:
+    settings = SamplingParams(temperature=0, presence_penalty=0.5, max_tokens=24)
+    texts, guesses = drafted(settings, rows=3)
+    plain_texts, plain_guesses = drafted(settings, kernel=False, rows=3)
+    assert texts == plain_texts
+    assert guesses != plain_guesses
 
 
 def test_it_reads_a_packed_target() -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from headstart.drafters.base import Drafter
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.engine import Engine
-from headstart.engine.judge import _processed, decide
-from headstart.engine.sequence import Sequence
+from headstart.engine.judge import decide
 from headstart.machine.cpu import build
 from headstart.machine.cpu.sampling import inner_for
 from headstart.maths import noise
@@ -273,7 +272,7 @@ def test_a_draft_that_lies_about_q_is_caught() -> None:
 
 
 def test_bias_and_penalties_at_the_edges_of_the_vocabulary() -> None:
-    """Few tokens are worked out as a vocabulary of their own: against all of them, ids past the tokenizer's included."""
+    """Only tokens that something is known of are touched: against all of them, ids past the tokenizer's included."""
     size, vocab = 40, 33
     x = logits(4, size)
     params = SamplingParams(
@@ -282,13 +281,9 @@ def test_bias_and_penalties_at_the_edges_of_the_vocabulary() -> None:
         presence_penalty=-0.2,
         logit_bias={0: 2.0, 32: -5.0, 35: 9.0},
         min_tokens=6,
-        stop_token_ids=(7, 38),
     )
-    request = Request("a", (1, 2, 2, 30), params)
-    sequence = Sequence(request, 0, 5, eos=[3, 36], text=None, limit=99)
-    sequence.tokens += [2, 5, 5]
-    drafted = [5, 11, 32]
-    warp = Warp.of([params], vocab_size=vocab, eos=[tuple(sequence.ending_ids)], device="cpu")
+    endings, drafted = [3, 36, 7, 38], [5, 11, 32]
+    warp = Warp.of([params], vocab_size=vocab, eos=[endings], device="cpu")
     want = processed(
         x[None],
         warp,
@@ -298,7 +293,17 @@ def test_bias_and_penalties_at_the_edges_of_the_vocabulary() -> None:
         history=History.of([[1, 2, 2, 30]], [[2, 5, 5]], size, "cpu"),
     )
     before = x.clone()
-    got = _processed(x[:, :vocab], sequence, drafted, vocab)
+    process = inner_for(1).processed
+    assert process is not None
+    for _ in range(2):  # what it knows of one text is forgotten before the next
+        got = process(
+            x[:, :vocab],
+            params,
+            tokens=[1, 2, 2, 30, 2, 5, 5],
+            prompt_length=4,
+            drafted=drafted,
+            endings=frozenset(endings),
+        )
     torch.testing.assert_close(got, want[0, :, :vocab])
     assert torch.equal(x, before), "the caller's logits stay as they are"
     assert bool((got[:3, [3, 7]] == -torch.inf).all())

@@ -184,6 +184,15 @@ class CapturedRounds:
         bound = next((b for b in self._bounds if b >= longest), self._bounds[-1])
         return self._coarse(Shape(rows, gamma, kind_of([s.params for s in sequences], drafted=gamma > 0), bound))
 
+    def _before(self, gamma: int) -> int:
+        """The draft length that comes before this one. A draft is recorded in parts, each from one length to the next:
+        recording all lengths then takes no longer than recording the longest."""
+        return max((n for n in self.lengths if n < gamma), default=0)
+
+    def _parts(self, shape: Shape) -> list[Shape]:
+        """The recordings that make a whole draft, one after another."""
+        return [replace(shape, gamma=n) for n in self.lengths if 0 < n <= shape.gamma]
+
     def _coarse(self, shape: Shape) -> Shape:
         """Programs that are seldom wanted are recorded for the largest bound only."""
         seldom = shape.kind == "full" or (shape.kind == "coupled" and shape.gamma > 0)
@@ -237,14 +246,15 @@ class CapturedRounds:
         ``beside``: called between drafting and verifying.
         """
         shape = self._shape(sequences, gamma)
-        draft = self._recording(self._drafts, shape) if given is None and gamma and anew else None
+        drafting = given is None and anew
+        drafts = [self._recording(self._drafts, part) for part in self._parts(shape)] if drafting else []
         verify = self._recording(self._verifies, shape)
         mark = partial(torch.cuda.Event, enable_timing=True)
         marks = [mark() for _ in range(3)] if self._recorder.enabled else None
         started = perf_counter()
         if marks:
             marks[0].record()
-        if draft is not None:
+        for draft in drafts:
             draft.replay()
         if beside is not None:
             beside()
@@ -327,7 +337,7 @@ class CapturedRounds:
         """The programs of a shape, and whose layers they run."""
         yield self._target, partial(self._programs.verify, shape)
         if shape.gamma and self._drafter is not None:
-            yield self._drafter.runner, partial(self._programs.draft, shape, min(2, shape.gamma))
+            yield self._drafter.runner, partial(self._programs.draft, shape, self._before(shape.gamma), 2)
 
     def _shapes(self) -> Iterator[Shape]:
         """The largest first, so that the others find their memory there."""
@@ -346,8 +356,9 @@ class CapturedRounds:
             programs, state = self._programs, self._programs.changed(shape.rows)
             if known is self._drafts:
                 assert self._drafter is not None
-                warm = partial(self._briefly, self._drafter.runner, partial(programs.draft, shape, min(2, shape.gamma)))
-                found = self._recorder.record(partial(programs.draft, shape), state=state, warm=warm)
+                body = partial(programs.draft, shape, self._before(shape.gamma))
+                warm = partial(self._briefly, self._drafter.runner, partial(body, 2))
+                found = self._recorder.record(body, state=state, warm=warm)
             else:
                 body = partial(programs.verify, shape)
                 found = self._recorder.record(body, state=state, warm=partial(self._briefly, self._target, body))

@@ -11,7 +11,7 @@ too, so that plain decoding and coupled speculation give the same tokens. *token
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -19,8 +19,8 @@ import torch
 
 from ..drafters.pen import just_argmax, touches_logits
 from ..maths import noise
-from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
-from ..maths.inner import PLAIN, ChainJudge, Inner, Rule
+from ..maths.distribution import History, Warp, argmaxes, probabilities
+from ..maths.inner import PLAIN, Inner, Rule
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
 from ..types import Draw, Origin, Proposal, TokenLogprob, Verdict
@@ -65,7 +65,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PL
     ):
         return _follow(logits, batch, vocab_size)
     if inner.judged is not None and batch.topology.is_chain and logits.dtype == torch.float32:
-        return _judge_chains(logits, batch, vocab_size, inner.judged)
+        return _judge_chains(logits, batch, vocab_size, inner)
     groups: dict[Group, list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         groups.setdefault(group_of(sequence, drafted=proposal is not None), []).append(row)
@@ -98,15 +98,24 @@ def _follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict
     return found
 
 
-def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, judged: ChainJudge) -> list[Verdict | None]:
-    """Chains, row by row, each in one call: what ``decide`` says of them."""
+def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner) -> list[Verdict | None]:
+    """Chains, row by row, each in one call or two: what ``decide`` says of them."""
+    assert inner.judged is not None
+    assert inner.processed is not None
     found: list[Verdict | None] = []
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         drafted = proposal.tokens if proposal is not None else ()
         x = logits[row, : len(drafted) + 1, :vocab_size]
         if touches_logits(sequence.params) or sequence.params.min_tokens > sequence.output_length:
-            x = _processed(x, sequence, drafted, vocab_size)
-        held, token = judged(
+            x = inner.processed(
+                x,
+                sequence.params,
+                tokens=sequence.tokens,
+                prompt_length=sequence.prompt_length,
+                drafted=drafted,
+                endings=sequence.ending_ids,
+            )
+        held, token = inner.judged(
             x,
             sequence.params,
             group_of(sequence, drafted=proposal is not None),
@@ -117,40 +126,6 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, judged: C
         )
         found.append(_chain_verdict(held, token, proposal))
     return found
-
-
-def _processed(x: torch.Tensor, sequence: Sequence, drafted: Seq[int], vocab_size: int) -> torch.Tensor:
-    """Bias, min_tokens and penalties on one row's logits [N+1, V]: a new tensor.
-
-    All of them change a token's logit by what is known of that token, so only the few tokens that anything is known of
-    are worked out, as a vocabulary of their own.
-    """
-    params, split = sequence.params, sequence.prompt_length
-    line = [*sequence.tokens, *drafted]
-    ids, places = np.unique([*line, *(params.logit_bias or ()), *sequence.ending_ids], return_inverse=True)
-    few = ids < vocab_size  # the others have no logit; ids are sorted, so these come first
-    ids = ids[few]
-    number = dict(zip(ids.tolist(), range(len(ids)), strict=True))
-    warp = Warp.of(
-        [replace(params, logit_bias={number[i]: v for i, v in (params.logit_bias or {}).items() if i in number})],
-        vocab_size=len(ids),
-        eos=[[number[i] for i in sequence.ending_ids if i in number]],
-        device=x.device,
-    )
-    own = places[: len(line)].tolist()
-    history = None
-    if warp.needs_history:
-        history = History.of([own[:split]], [own[split : len(sequence.tokens)]], len(ids), x.device)
-    index = torch.from_numpy(ids)
-    changed = processed(
-        x[None, :, index],
-        warp,
-        outputs=torch.tensor([sequence.output_length]),
-        tokens=torch.tensor([own[len(sequence.tokens) - 1 :]]),
-        topology=Topology.chain([len(drafted)], x.device),
-        history=history,
-    )[0]
-    return x.clone().index_copy_(1, index, changed)
 
 
 def _chain_verdict(held: int, token: int, proposal: Proposal | None) -> Verdict | None:

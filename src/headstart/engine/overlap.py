@@ -182,5 +182,5 @@ class OverlappedRounds(CapturedRounds):
         token, _ = programs.draw(logits, warp, keys, s.outputs[:1])
         torch.clamp_min(token, 0, out=self._guess)
         programs.chain(
-            shape, self._guess[:, None], at + 1, None, gamma, base=at + 2, drafts=self._ahead, q=self._ahead_q
+            shape, self._guess[:, None], at + 1, None, range(gamma), base=at + 2, drafts=self._ahead, q=self._ahead_q
         )

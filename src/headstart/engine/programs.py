@@ -77,7 +77,7 @@ class Programs:
         rows, device = len(state.lengths), state.device
         self.most = most
         self.drafts = torch.zeros(most, rows + rows % 2, dtype=torch.int64, device=device)  # a step's stand together
-        self._q = torch.zeros(rows * most * target.vocab_size, device=device)
+        self._q = torch.zeros(rows, most, target.vocab_size, device=device)
         self.result = torch.zeros(rows, most + 3, dtype=torch.int64, device=device)  # accepted, token, ok, drafted
         top = min(MAX_LOGPROBS, state.vocab_size)
         self.logprobs = Logprobs(
@@ -94,8 +94,7 @@ class Programs:
 
     def q(self, rows: int, gamma: int) -> Tensor:
         """[R, N, V], the place for the draft's distributions."""
-        width = self._target.vocab_size
-        return self._q[: rows * gamma * width].view(rows, gamma, width)
+        return self._q[:rows, :gamma]
 
     def changed(self, rows: int) -> list[Tensor]:
         """What a program changes of the state, for whoever must put it back."""
@@ -104,20 +103,21 @@ class Programs:
 
     # -- drafting
 
-    def draft(self, shape: Shape, steps: int | None = None) -> None:
-        """Draw gamma tokens a row into ``drafts``. ``steps``: fewer, to warm up."""
+    def draft(self, shape: Shape, first: int = 0, most: int | None = None) -> None:
+        """Draw tokens ``first`` to gamma - 1 of each row into ``drafts``. ``most``: not more of them, to warm up."""
         s, rows = self.state, shape.rows
         assert self._drafter is not None
         history = None
         if shape.kind == "full":
             assert self._scratch is not None
             history = History(s.prompt[:rows], self._scratch[:rows])
-            history.counts.copy_(s.counts[:rows])
+            if first == 0:
+                history.counts.copy_(s.counts[:rows])
         # The token before the last is fed again: after full acceptance the draft has not seen it.
         fed, at = s.last[:rows], s.draft_lengths[:rows]
-        count = steps or shape.gamma
+        steps = range(first, shape.gamma if most is None else min(shape.gamma, first + most))
         q = self.q(rows, shape.gamma)
-        self.chain(shape, fed, at, history, count, base=s.lengths[:rows] + 1, drafts=self.drafts, q=q)
+        self.chain(shape, fed, at, history, steps, base=s.lengths[:rows] + 1, drafts=self.drafts, q=q)
 
     def chain(
         self,
@@ -125,30 +125,32 @@ class Programs:
         fed: Tensor,
         at: Tensor,
         history: History | None,
-        count: int,
+        steps: range,
         *,
         base: Tensor,
         drafts: Tensor,
         q: Tensor,
     ) -> None:
-        """Draw a round's first ``count`` tokens into drafts [N, R], and what they were drawn from into q [R, N, V].
+        """Draw these ``steps`` of a round into drafts [N, R], and what they were drawn from into q [R, N, V].
 
-        fed [R, M]: the tokens before them, which go to slots at [R] and on; base [R]: committed tokens of that round.
+        fed [R, M]: the tokens before the round's first one, which go to slots at [R] and on; base [R]: committed
+        tokens of that round. Earlier steps' tokens are in ``drafts``.
         """
         s, rows = self.state, shape.rows
         assert self._drafter is not None
         runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
         warp = s.warp(rows, shape.kind, draft=True)
-        slots = _lines(count, rows, s.device)  # [N, R]
-        torch.add(at, self._steps[fed.shape[1]][:count], out=slots)
+        slots = _lines(len(steps), rows, s.device)  # [N, R]
+        torch.add(at, self._steps[fed.shape[1]][steps.start : steps.stop], out=slots)
         keys = None
         if shape.kind != "greedy":
-            places = torch.arange(count, device=s.device)
+            places = torch.arange(steps.start, steps.stop, device=s.device)
             words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.inner)
             keys = tuple(_aligned(word.T) for word in words)
-        for i in range(count):
-            logits = self._drafter.fit(runner.device_forward(fed, slots[i], 1, shape.bound)[:, 0])
-            mine = None if keys is None else (keys[0][i], keys[1][i])
+        for line, i in enumerate(steps):
+            before = drafts[i - 1, :rows, None] if i else fed
+            logits = self._drafter.fit(runner.device_forward(before, slots[line], 1, shape.bound)[:, 0])
+            mine = None if keys is None else (keys[0][line], keys[1][line])
             outputs = s.outputs[:rows] if history is None else s.outputs[:rows] + i
             drawn, row_q = self.draw(logits, warp, mine, outputs, history)
             torch.clamp_min(drawn, 0, out=drafts[i, :rows])
@@ -156,7 +158,6 @@ class Programs:
                 q[:, i] = row_q
             if history is not None:
                 history.add(drawn)
-            fed = drafts[i, :rows, None]
 
     def draw(
         self, logits: Tensor, warp: Warp, keys: Keys | None, outputs: Tensor, history: History | None = None
@@ -266,4 +267,4 @@ def _lines(count: int, width: int, device: torch.device, dtype: torch.dtype = to
 
 def _aligned(x: Tensor) -> Tensor:
     """x [N, R] with lines as ``_lines`` makes them."""
-    return _lines(*x.shape, device=x.device, dtype=x.dtype).copy_(x)
+    return _lines(x.shape[0], x.shape[1], x.device, x.dtype).copy_(x)

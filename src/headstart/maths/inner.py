@@ -9,7 +9,7 @@ or coupled drafts would change the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,7 +20,7 @@ from . import noise
 from .argmax import argmax
 from .warp import Warp
 
-__all__ = ["PLAIN", "ChainJudge", "Inner", "Rule"]
+__all__ = ["PLAIN", "ChainJudge", "ChainProcess", "Inner", "Rule"]
 
 Rule = Literal["greedy", "coupled", "token", "block"]
 
@@ -49,6 +49,22 @@ def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int
     return noise.keys(seed, base, offset, stream)  # looked up at each call, so that a test can plant another
 
 
+class ChainProcess(Protocol):
+    """Bias, min_tokens and penalties on one chain's logits: ``distribution.processed`` for a row, in one go."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        params: SamplingParams,
+        *,
+        tokens: Sequence[int],
+        prompt_length: int,
+        drafted: Sequence[int],
+        endings: Collection[int],
+    ) -> Tensor:
+        """logits [N+1, V] float32 -> a new tensor. tokens: prompt and output so far; endings: what min_tokens bans."""
+
+
 @dataclass(frozen=True)
 class Inner:
     """What everything sampled goes through."""
@@ -62,8 +78,9 @@ class Inner:
     sampled: Callable[[Tensor, Warp], Tensor] | None = None
     #: the same of logits [R, V], and a token of each by ``race``; None: one after the other
     drawn: Callable[[Tensor, Warp, noise.Keys], tuple[Tensor, Tensor]] | None = None
-    #: None: ``verify``'s rules
+    #: both or neither; None: ``distribution`` and ``verify``'s rules
     judged: ChainJudge | None = None
+    processed: ChainProcess | None = None
 
 
 PLAIN = Inner()

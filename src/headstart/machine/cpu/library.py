@@ -99,6 +99,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p],
     ),
     "hs_keys": (None, [*[c_void_p] * 4, c_int, c_void_p, c_void_p]),
+    "hs_process": (None, [c_void_p, c_void_p, c_int64, c_int, c_void_p]),
     "hs_sample": (None, [c_void_p, c_void_p, c_int, c_int, c_int, *[c_void_p] * 8]),
 }
 

@@ -11,8 +11,8 @@ either side, and a race that is all but even may go the other way.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int32, c_int64
+from collections.abc import Collection, Sequence
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -130,7 +130,53 @@ def inner_for(threads: int) -> Inner:
         )
         return found[0], found[1]
 
-    return Inner(race=race, keys=_keys, sampled=sampled, drawn=drawn, judged=judged)
+    return Inner(race=race, keys=_keys, sampled=sampled, drawn=drawn, judged=judged, processed=_processed)
+
+
+class _Past(Structure):  # see csrc/penalties.cpp
+    _fields_ = [
+        ("text", c_void_p),
+        *((name, c_int32) for name in ("prompt", "committed", "nodes")),
+        *((name, c_float) for name in ("repetition", "frequency", "presence")),
+        *((name, c_int32) for name in ("biased", "banned")),
+        *((name, c_void_p) for name in ("bias_ids", "bias", "banned_ids")),
+        ("least", c_int32),
+    ]
+
+
+def _processed(
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    tokens: Sequence[int],
+    prompt_length: int,
+    drafted: Sequence[int],
+    endings: Collection[int],
+) -> Tensor:
+    """See ``maths.inner.ChainProcess``."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    line, bias = (*tokens, *drafted), params.logit_bias or {}
+    text, banned = (c_int64 * len(line))(*line), (c_int64 * len(endings))(*endings)
+    bias_ids, values = (c_int64 * len(bias))(*bias), (c_float * len(bias))(*bias.values())
+    past = _Past(
+        text=ctypes.addressof(text),
+        prompt=prompt_length,
+        committed=len(tokens),
+        nodes=len(drafted) + 1,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        biased=len(bias),
+        banned=len(endings),
+        bias_ids=ctypes.addressof(bias_ids),
+        bias=ctypes.addressof(values),
+        banned_ids=ctypes.addressof(banned),
+        least=params.min_tokens,
+    )
+    found = torch.empty(len(drafted) + 1, logits.shape[1])
+    kernels().hs_process(ctypes.addressof(past), logits.data_ptr(), logits.stride(0), logits.shape[1], found.data_ptr())
+    return found
 
 
 def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> noise.Keys:

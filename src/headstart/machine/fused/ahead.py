@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["rehearsal"]
+__all__ = ["prepare", "rehearsal"]
 
 _MOST = 32  # processes
 _PACKAGE = __name__.rpartition(".")[0]
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """New memory is filled with zeros."""
 
     _MAKERS = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
@@ -51,6 +51,24 @@ class _Job(NamedTuple):
     data: str  # what it is to be compiled for
 
 
+def prepare() -> None:
+    """Say that a rehearsal will come: what compiles takes some seconds to start, which the caller may have to spare."""
+    global _waiting
+    if _waiting is None and not _begun(_folder()):
+        _waiting = _Helper()
+
+
+def _folder() -> Path:
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
+def _begun(folder: Path) -> bool:
+    """Was anything compiled here before? Then all of it may be there."""
+    return any(folder.glob("headstart-*"))
+
+
 @contextmanager
 def rehearsal() -> Iterator[list[str]]:
     """Kernels that are missing are not run inside, but compiled at the end. Gives their names, known by then."""
@@ -63,11 +81,13 @@ def rehearsal() -> Iterator[list[str]]:
         noted[id(fn.jit_function), key] = _Job(fn.jit_function, compile["specialization_data"])
         return True  # do not compile now
 
-    folder = Path(knobs.cache.dir)
-    helper = None if any(folder.glob("headstart-*")) else _Helper()  # the first time it will be wanted
+    global _waiting
+    folder = _folder()
+    prepare()
+    helper, _waiting = _waiting, None
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
     try:
-        with _Zeros():
+        with _Zeros():  # type: ignore[no-untyped-call]
             yield names
     except BaseException:
         if helper is not None:
@@ -103,7 +123,7 @@ class _Helper:
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
-        modules = [name for name in sys.modules if name.startswith(f"{_PACKAGE}.kernels_")]
+        modules = [f"{_PACKAGE}.{path.stem}" for path in sorted(Path(__file__).parent.glob("kernels_*.py"))]
         head = {
             "package": _PACKAGE,
             "target": [target.backend, target.arch, target.warp_size],
@@ -138,3 +158,6 @@ class _Helper:
         with suppress(BrokenPipeError):  # it died: the kernels are compiled here
             self._process.stdin.writelines(json.dumps(line) + "\n" for line in lines)
             self._process.stdin.flush()
+
+
+_waiting: _Helper | None = None  # started, and not yet used

@@ -69,7 +69,7 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    driver.set_active(_Stand(GPUTarget(*head["target"])))  # type: ignore[no-untyped-call]
+    driver.set_active(_Stand(GPUTarget(*head["target"])))
     for module in head["modules"]:
         importlib.import_module(module)
     jobs = [tuple(json.loads(line)) for line in sys.stdin]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import kernels_stream as stream
 from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, store_heads, wait
-from .plan import LATE, PROGRAMS, Tile, fitting_stages, power_of_two
+from .plan import PROGRAMS, Tile, fitting_stages, late, power_of_two
 from .rounding import Matrix
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows", "stored"]
@@ -176,11 +176,11 @@ def _launch(
     stored = w.data.shape[1] * w.data.element_size()
     height = 2 * t.rows if pair else t.rows
     ask = min(t.prefetch // height, stored) // 16 * 16
-    options |= {"PER": per, "ASK": ask, "LATE": LATE, "WARPS": t.warps}
+    options |= {"PER": per, "ASK": ask, "WARPS": t.warps}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
     stages = fitting_stages(t, height, padded, bits=w.bits, size=x.element_size())
-    return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded, "num_stages": stages}
+    return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded, "num_stages": stages, "LATE": late(padded)}
 
 
 def stored(w: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def close_round(
         ok, source = accepted, targets.contiguous()
     _close_kernel[(rows,)](
         source, tokens, accepted, token, ok, table.last, table.places, table.result, table.limits, table.advance,
-        nodes - 1, table.result.stride(0), table.places.stride(0), B=max(power_of_two(nodes), 16), FOLLOW=verdicts is None,
-        num_warps=1,
+        nodes - 1, table.result.stride(0), table.places.stride(0), B=max(power_of_two(nodes), 16),
+        FOLLOW=verdicts is None, num_warps=1,
     )  # fmt: skip
     return accepted, token.clamp_min(0) if verdicts is not None else token

@@ -93,10 +93,14 @@ class FusedModel:
         # 135M step and makes an 8B step a tenth slower, so there it comes late.
         self.overlap = 0 if not supports_overlap(w.device) else 2 if draft else 3
         self._draft = draft
-        self._tiles = {alone: self._plan(alone and draft) for alone in (False, True)}
+        self._tiles = {alone: self._plan(alone=alone and draft) for alone in (False, True)}
+        self._many = self._plan(many=True)
 
-    def _plan(self, alone: bool) -> dict[str, Tile]:
-        """The tile of each matrix; ``alone``: for a draft's steps of one token."""
+    def _tiles_for(self, tokens: int) -> dict[str, Tile]:
+        return self._many if tokens > 16 else self._tiles[tokens == 1]
+
+    def _plan(self, *, alone: bool = False, many: bool = False) -> dict[str, Tile]:
+        """The tile of each matrix, see ``plan.tile``."""
         w, layer = self.weights, self.weights.layers[0]
         matrices = {
             "qkv": (layer.qkv, w.head_dim // 2 if layer.q_norm is None else 0),
@@ -106,7 +110,7 @@ class FusedModel:
             "head": (w.head, 0),
         }
         return {
-            name: tile(*m.shape, pair=pair, dtype=w.dtype, bits=m.bits, alone=alone)
+            name: tile(*m.shape, pair=pair, dtype=w.dtype, bits=m.bits, alone=alone, many=many)
             for name, (m, pair) in matrices.items()
         }
 
@@ -144,7 +148,7 @@ class FusedModel:
 
     def _skinny(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
         w, count, pdl = self.weights, step.count, self.overlap
-        tiles = self._tiles[count == 1]
+        tiles = self._tiles_for(count)
         x, scaled = self._new(count, w.hidden), self._new(count, w.hidden)
         hidden = self._new(count, w.ffn)
         query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
@@ -183,7 +187,7 @@ class FusedModel:
         self, scaled: Tensor, squares: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step
     ) -> None:
         """Queries to ``query``, keys and values into the cache."""
-        w, t, pdl = self.weights, self._tiles[step.count == 1]["qkv"], self.overlap
+        w, t, pdl = self.weights, self._tiles_for(step.count)["qkv"], self.overlap
         if layer.q_norm is None or layer.k_norm is None:
             matmul_rotary(
                 scaled, layer.qkv, query, cache, self.rotary, step.lengths, step.depths, t, bias=layer.qkv_bias,
@@ -254,7 +258,7 @@ class FusedModel:
         if not skinny_rows(rows * keep):
             return self._linear(x, w.head).float().view(rows, keep, -1)
         logits = self._new(rows * keep, w.vocab_size, dtype=torch.float32)
-        t = self._tiles[rows * keep == 1]["head"]
+        t = self._tiles_for(rows * keep)["head"]
         matmul(x, w.head, logits, t, bias=None, squares=squares, eps=w.eps, pdl=self.overlap)
         return logits.view(rows, keep, -1)
 

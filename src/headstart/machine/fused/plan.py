@@ -15,12 +15,12 @@ import torch
 __all__ = [
     "ALONE_CHUNK",
     "ALONE_SPLITS",
-    "LATE",
     "PROGRAMS",
     "AttentionTile",
     "Tile",
     "attention_tile",
     "fitting_stages",
+    "late",
     "power_of_two",
     "tile",
 ]
@@ -29,7 +29,6 @@ __all__ = [
 PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
 
 _SHARED = 227 * 1024  # bytes of shared memory that a program can have
-LATE = 4  # loop steps before its end at which a streaming kernel lets the next one start
 ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
 ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
 
@@ -51,11 +50,21 @@ class Tile:
     prefetch: int  # bytes of weights a program asks into L2 while the kernel before is still running
 
 
-def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, bits: int = 16, alone: bool = False) -> Tile:
+def tile(
+    outputs: int,
+    inputs: int,
+    *,
+    pair: int = 0,
+    dtype: torch.dtype,
+    bits: int = 16,
+    alone: bool = False,
+    many: bool = False,
+) -> Tile:
     """The tile for a matrix [outputs, inputs] of ``bits`` a weight (16: as the activations).
 
     ``pair``: the kernel takes rows in two halves (rotary, gate and up), and the tile's rows must divide this number.
     ``alone``: for a draft's step of one token, where latency is all and sums need not be those of a wider step.
+    ``many``: for more than 16 tokens, which are as many bytes as the weights, so that more weights should meet them.
     """
     if dtype == torch.float32:  # for exactness, not for speed
         return Tile(rows=16, depth=128 if bits == 4 else 64, slices=4, warps=4, stages=2, prefetch=0)
@@ -68,7 +77,10 @@ def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, bits: 
         return Tile(rows=4, depth=depth, slices=0, warps=4 if inputs < 1024 and not pair else 1, stages=1, prefetch=0)
     if inputs <= 1024 and outputs * inputs <= 1 << 22:
         return Tile(rows=16, depth=power_of_two(inputs), slices=4, warps=4, stages=1, prefetch=0)
-    rows = _balanced(outputs // 2 if pair else outputs, 16 if pair else 32)
+    if pair and bits == 16 and not many:
+        rows = 8
+    else:
+        rows = _balanced(outputs // 2 if pair else outputs, 16 if pair else 32)
     while pair and pair % rows:
         rows //= 2
     small = (2 * rows if pair else rows) <= 16
@@ -79,7 +91,12 @@ def tile(outputs: int, inputs: int, *, pair: int = 0, dtype: torch.dtype, bits: 
         return Tile(rows=rows, depth=512, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
     if not pair and outputs * inputs <= 1 << 25:  # a program has one short tile: more and smaller steps
         return Tile(rows=rows, depth=256, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
-    return Tile(rows=rows, depth=512, slices=4, warps=4, stages=5 if small else 4, prefetch=32768)
+    return Tile(rows=rows, depth=512, slices=4, warps=4, stages=6 if small else 4, prefetch=32768)
+
+
+def late(tokens: int) -> int:
+    """Loop steps before its end at which a streaming kernel lets the next one start. ``tokens``: padded."""
+    return 8 if tokens <= 8 else 4
 
 
 def fitting_stages(t: Tile, rows: int, tokens: int, *, bits: int, size: int) -> int:

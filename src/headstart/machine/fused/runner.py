@@ -17,6 +17,7 @@ from ...errors import ModelRefused
 from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..runner import EagerRunner
+from .ahead import prepare
 from .lower import lower
 from .model import FusedModel
 
@@ -45,6 +46,8 @@ class FusedRunner(EagerRunner):
         release: bool = False,
     ) -> None:
         """``draft``: see ``FusedModel``; ``quantization``, ``release``: see ``lower``."""
+        if model.device.type == "cuda":
+            prepare()
         super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=True)  # also allocates the slab
         cache = [(layer.keys, layer.values) for layer in self.slab.layers]
         self.quantization = quantization
