@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from statistics_tools import chi_squared
 from headstart import LLM, SamplingParams
 from headstart.engine.overlap import OverlappedRounds
 from headstart.machine import fused
+from headstart.machine.head import HeadConfig, HeadNet, save_head
 from headstart.machine.runner import EagerRunner
 from headstart.maths import noise
 from headstart.maths.inner import PLAIN
@@ -147,6 +149,31 @@ def test_lookup_is_judged_on_the_device() -> None:
     answers, llm = serve(target, "lookup", params, 4, gamma="auto")
     assert answers == eager(target, params)
     assert llm.stats.accepted > 10
+
+
+def test_a_head_reads_what_the_recordings_keep(tmp_path: Path) -> None:
+    """An untrained head: its guesses are noise, but it is asked, and the tokens are the target's own."""
+    target, _ = pair("llama")
+    c = target.config
+    config = HeadConfig(
+        target_hidden=c.hidden_size,
+        target_layers=c.num_hidden_layers,
+        target_vocab=c.vocab_size,
+        watch=(0, c.num_hidden_layers - 1),
+        width=64,
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        ffn=64,
+        vocab=40,
+    )
+    torch.manual_seed(0)
+    save_head(HeadNet(config, list(range(3, 43))), tmp_path)
+    params = [SamplingParams(temperature=0, max_tokens=20)] * 5
+    answers, llm = serve(target, str(tmp_path), params, 2, gamma=2)
+    assert answers == eager(target, params)
+    assert llm.stats.drafted > 20
+    assert llm.engine.parts.runner.fused.kept  # type: ignore[union-attr]  # by the fused kernels
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

@@ -170,6 +170,14 @@ class Slab(Cache):  # type: ignore[misc]
         for row in range(self.rows):
             self.truncate(row, 0)
 
+    def add_features(self, like: Tensor) -> Tensor:
+        """Room for one vector of ``like`` [1, 1, 1, F] a token, as one layer more: [rows, 1, capacity, F]."""
+        self.start_features()
+        layer = SlabLayer(self)
+        layer.lazy_initialization(like, like[..., :0])
+        self.layers.append(layer)
+        return layer.keys
+
     def truncate(self, row: int, length: int) -> None:
         """Roll back: only the first ``length`` keys stay live."""
         if not 0 <= length <= self.lengths[row]:

@@ -175,16 +175,12 @@ class CpuRunner:
             raise ValueError(f"this runner already watches layers {self._watched}")
         if not wanted or not all(0 <= layer < plan.layers for layer in wanted):
             raise InvalidParameter("layers", f"must lie in 0 .. {plan.layers - 1}, not {list(wanted)}")
-        self.slab.start_features()
-        layer = SlabLayer(self.slab)
-        like = torch.empty(1, 1, 1, len(wanted) * plan.hidden)
-        layer.lazy_initialization(like, like[..., :0])
-        self.slab.layers.append(layer)
+        features = self.slab.add_features(torch.empty(1, 1, 1, len(wanted) * plan.hidden))
         self._watched = wanted
         self._watch_numbers = (ctypes.c_int32 * len(wanted))(*wanted)
         self._call.watched = len(wanted)
         self._call.watch = ctypes.addressof(self._watch_numbers)
-        self._call.features = layer.keys.data_ptr()
+        self._call.features = features.data_ptr()
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
         """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""

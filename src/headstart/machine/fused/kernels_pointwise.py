@@ -2,7 +2,8 @@
 # Triton's language only looks like Python; mypy cannot read kernel bodies.
 """The small steps between matrix products, for what the skinny products cannot take along.
 
-Knows: embedding rows, residual + RMS norm, rotary + key-value write (with Qwen3's head norms), SwiGLU, each over rows.
+Knows: embedding rows, residual + RMS norm, rotary + key-value write (with Qwen3's head norms), SwiGLU, hidden states
+that are kept for a head; each over rows.
 Does not know: what a model is.
 
 Decoding uses ``embed`` once a step, and ``rotate`` where heads are normed. Prefill (more than 32 rows, cuBLAS
@@ -18,7 +19,7 @@ from torch import Tensor
 from .kernels_blocks import pair, wait
 from .plan import power_of_two
 
-__all__ = ["embed", "norm", "rotate", "swiglu"]
+__all__ = ["embed", "norm", "remember", "rotate", "swiglu"]
 
 
 @triton.jit
@@ -113,6 +114,16 @@ def _swiglu_kernel(gate_up, out, F, BF: tl.constexpr):
     tl.store(out + m * F + f, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=f < F)
 
 
+@triton.jit(do_not_specialize=["width", "capacity", "offset"])
+def _remember_kernel(x, features, lengths, width, capacity, offset, H: tl.constexpr, F: tl.constexpr, BH: tl.constexpr):
+    m = tl.program_id(0)
+    h = tl.arange(0, BH)
+    slot = tl.load(lengths + m // width).to(tl.int64) + m % width
+    at = ((m // width) * capacity + slot) * F + offset
+    value = tl.load(x + m * H + h, mask=h < H, other=0.0)
+    tl.store(features + at + h, value, mask=(h < H) & (slot < capacity))
+
+
 def _overlap(pdl: int) -> dict[str, object]:
     return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
 
@@ -171,6 +182,15 @@ def rotate(
         lengths if depths is None else depths, width, keys.shape[2], eps, HEADS=heads, KV=kv, D=d,
         HP=power_of_two(d // 2), TURN=rotary[2], NORM=gains is not None, TREE=depths is not None, num_warps=1,
         **_overlap(pdl),
+    )  # fmt: skip
+
+
+def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset: int) -> None:
+    """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys."""
+    rows, hidden = x.shape
+    _remember_kernel[(rows,)](
+        x, features, lengths, width, features.shape[1], offset, H=hidden, F=features.shape[2], BH=power_of_two(hidden),
+        num_warps=_warps(hidden),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .kernels_attention import attend
 from .kernels_draft import attend_alone, join_residual
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
-from .kernels_pointwise import embed, norm, rotate, swiglu
+from .kernels_pointwise import embed, norm, remember, rotate, swiglu
 from .kernels_rounded import spell_out
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
@@ -93,8 +93,15 @@ class FusedModel:
         # 135M step and makes an 8B step a tenth slower, so there it comes late.
         self.overlap = 0 if not supports_overlap(w.device) else 2 if draft else 3
         self._draft = draft
+        self.kept: tuple[tuple[int, int], ...] = ()  # (layer, channel of the features where its output goes)
+        self._features: Tensor | None = None
         self._tiles = {alone: self._plan(alone=alone and draft) for alone in (False, True)}
         self._many = self._plan(many=True)
+
+    def keep_features(self, layers: Sequence[int], features: Tensor) -> None:
+        """From now on store the outputs of these layers, side by side, in features [rows, capacity, F]."""
+        self.kept = tuple((layer, i * self.weights.hidden) for i, layer in enumerate(layers))
+        self._features = features
 
     def _tiles_for(self, tokens: int) -> dict[str, Tile]:
         return self._many if tokens > 16 else self._tiles[tokens == 1]
@@ -179,6 +186,7 @@ class FusedModel:
                 hidden, layer.down, x, gains[i], scaled, tiles["down"], bias=None, squares=after_down, pdl=pdl
             )
             squares = after_down
+            self._remember(i, x, step)
         if keep == step.width:
             return self._head(scaled, squares, step.rows, keep)
         return self._last_logits(x, step, keep)
@@ -216,6 +224,8 @@ class FusedModel:
             norm(x, self._linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
             swiglu(self._linear(normed, layer.gate_up), hidden)
             add = self._linear(hidden, layer.down)
+            if any(i == kept for kept, _ in self.kept):
+                self._remember(i, x + add, step)
         assert add is not None
         return self._last_logits(x.add_(add), step, keep)
 
@@ -223,6 +233,14 @@ class FusedModel:
         """A product by cuBLAS. Rounded weights are spelt out first, into memory that the next matrix uses again."""
         weight = matrix.data if matrix.scales is None else spell_out(matrix, self.weights.dtype)
         return F.linear(x, weight, bias)
+
+    def _remember(self, index: int, x: Tensor, step: _Step) -> None:
+        """Store the layer's output x [R * N, H] where a head reads it, if one does."""
+        for layer, channel in self.kept:
+            if layer == index:
+                assert self._features is not None
+                place = self._features[step.first : step.first + step.rows]
+                remember(x, place, step.lengths, width=step.width, offset=channel)
 
     # -- shared parts -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import ModelRefused
+from ...errors import InvalidParameter
 from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..runner import EagerRunner
@@ -27,11 +27,12 @@ _CHUNK = 512  # bounds are rounded up to this, so that few different launches oc
 
 
 class FusedRunner(EagerRunner):
-    """A ``ModelRunner`` on fused kernels. Hidden states are not kept, so a watched model runs on its own modules."""
+    """A ``ModelRunner`` on fused kernels."""
 
     # Up to 512 and 1,024 keys attention is one kernel a layer; beyond, a bound only says how many programs there are.
     BOUNDS = (512, 1024, 16384, 131072)
     fused: FusedModel | None = None  # until the slab is there
+    _watched: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -54,13 +55,21 @@ class FusedRunner(EagerRunner):
         self.fused = FusedModel(lower(model, quantization, release=release), cache, draft=draft)
 
     def watch(self, layers: Sequence[int]) -> None:
-        """See ``EagerRunner.watch``: a watched model runs on its own modules, and those are not rounded."""
-        if self.quantization is not None:
-            raise ModelRefused(
-                f"a head reads the target's hidden states, which {self.quantization} weights on a GPU do not give: "
-                "use quantization=None, draft='lookup' or a draft model"
-            )
-        super().watch(layers)
+        """See ``EagerRunner.watch``."""
+        assert self.fused is not None
+        wanted, count = tuple(layers), len(self.fused.weights.layers)
+        if self._watched == wanted:
+            return
+        if self._watched:
+            raise ValueError(f"this runner already watches layers {self._watched}")
+        if not wanted or not all(0 <= layer < count for layer in wanted):
+            raise InvalidParameter("layers", f"must lie in 0 .. {count - 1}, not {list(wanted)}")
+        width = len(wanted) * self.fused.weights.hidden
+        features = self.slab.add_features(
+            torch.empty(1, 1, 1, width, device=self.device, dtype=self.fused.weights.dtype)
+        )
+        self.fused.keep_features(wanted, features[:, 0])
+        self._watched = wanted
 
     @torch.inference_mode()
     def forward(
@@ -72,7 +81,7 @@ class FusedRunner(EagerRunner):
         keep: int | None = None,
     ) -> Tensor:
         """See ``ModelRunner.forward``."""
-        if self.fused is None or self._watch is not None:
+        if self.fused is None:
             return super().forward(rows, tokens, lengths, topology, keep)
         tree = topology.ancestors if topology is not None and not topology.is_chain else None
         longest = max(lengths) + tokens.shape[1]
@@ -87,7 +96,7 @@ class FusedRunner(EagerRunner):
 
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
         """See ``EagerRunner.device_forward``; here only live keys are read, whatever the bound."""
-        if self.fused is None or self._watch is not None:
+        if self.fused is None:
             return super().device_forward(tokens, lengths, keep, bound)
         # A column of a wider tensor looks like one row after another to a kernel only once it is copied.
         return self.fused.forward(tokens.contiguous(), lengths, None, keep, bound=bound)
@@ -103,8 +112,10 @@ class FusedRunner(EagerRunner):
         for layer in whole.layers:
             if all(layer.window != other.window for other in layers):
                 layers.append(layer)
+        kept = self.fused.kept
         self.fused.weights = replace(whole, layers=tuple(layers))
+        self.fused.kept = tuple((0, channel) for _, channel in kept)
         try:
             yield
         finally:
-            self.fused.weights = whole
+            self.fused.weights, self.fused.kept = whole, kept
