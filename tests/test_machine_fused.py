@@ -159,9 +159,11 @@ def test_every_architecture(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["smollm", "llama-no-groups", "mistral", "phi3", "qwen3"])
 def test_drafts(name: str, dtype: torch.dtype) -> None:
-    """The kernels for a draft's steps of one token, alone and in a batch, split and not."""
+    """The kernels for a draft's steps of one token or two, alone and in a batch, split and not."""
     rig = Rig(name, dtype, draft=True)
     rig.check_rows([0, 0, 0], 70, keep=1)
+    rig.check_rows([70], 2, bound=128)
+    rig.check_rows([70, 30], 1)
     rig.check_rows([70], 1, bound=128)
     rig.check_rows([71, 33, 64], 1)
     rig.small_chunks()

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import Config
 from .controller import controller_for
@@ -33,6 +32,9 @@ from .machine.opening import Quantization, Runner, load_draft, load_target, runn
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
 from .types import Completion, DraftView, Piece, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Stream"]
 

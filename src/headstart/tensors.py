@@ -5,14 +5,16 @@ Knows: tensors in, tensors out. Does not know: anything but ``LLM``, which does 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from .api import LLM
 from .errors import GenerationFailed, InvalidParameter
 from .types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["SpeculativeOutput", "speculative_decode"]
 

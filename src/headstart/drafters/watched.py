@@ -6,16 +6,18 @@ Knows: the runner's side that a head reads, and the sizes that must agree. Does 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..errors import ModelRefused
 from ..machine.head import HeadNet
 from ..machine.kvcache import Slab
 from ..maths.inner import Inner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["WatchedRunner", "check_shapes"]
 
@@ -41,9 +43,8 @@ def check_shapes(net: HeadNet, target: WatchedRunner, vocab_size: int) -> None:
     """Refuse a head that was made for another target."""
     c = net.config
     config = target.model.config.get_text_config(decoder=True)
-    hidden = target.model.get_input_embeddings().weight.shape[1]
     mine = (c.target_hidden, c.target_layers, c.target_vocab)
-    theirs = (int(hidden), int(config.num_hidden_layers), target.vocab_size)
+    theirs = (int(config.hidden_size), int(config.num_hidden_layers), target.vocab_size)
     if mine != theirs:
         raise ModelRefused(
             "this draft head was trained for another target: one with hidden size {}, {} layers and {} tokens; this "

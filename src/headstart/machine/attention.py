@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["GROUPED", "grouped_attention", "lend", "wants_grouped"]
 
@@ -38,6 +37,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls for each layer; returns [R, N, heads, dim]."""
     if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         found: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -59,7 +60,10 @@ def wants_grouped(config: Any, device: torch.device) -> bool:
     """Is there anything to win: grouped heads, on the CPU, in a model that would use SDPA?"""
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None)
-    return config._attn_implementation == "sdpa" and device.type == "cpu" and bool(groups) and groups != heads
+    wanted = config._attn_implementation == "sdpa" and device.type == "cpu" and bool(groups) and groups != heads
+    if wanted:
+        _register()
+    return wanted
 
 
 @contextmanager
@@ -74,6 +78,11 @@ def lend(config: Any) -> Iterator[None]:
         config._attn_implementation_internal = own
 
 
-# No mask function is registered beside it: without a mask from us, transformers then passes None on, which is
-# what the runner means by it.
-AttentionInterface.register(GROUPED, grouped_attention)
+@cache
+def _register() -> None:
+    """Make the name known to transformers. Not at import: this part of it takes seconds to import."""
+    from transformers import AttentionInterface
+
+    # No mask function is registered beside it: without a mask from us, transformers then passes None on, which is
+    # what the runner means by it.
+    AttentionInterface.register(GROUPED, grouped_attention)

@@ -14,18 +14,22 @@ import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from ..errors import ModelNotFound
 from .cache import cache_folder
 from .cpu.build import why_not as no_kernels
-from .cpu.packed import Packed, load_packed, pack_model, save_packed
+from .cpu.packed import Packed, load_packed, pack_model, said_about, save_packed
 from .cpu.packed import why_not as why_not_packed
 from .loading import Loaded, capability, quiet, read_gguf
+from .outline import outlined, report_from, report_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "HUB_ID",
@@ -33,7 +37,6 @@ __all__ = [
     "cache_folder",
     "embedded_draft",
     "embedded_folder",
-    "embedded_outline",
     "embedded_packed",
     "is_embedded",
 ]
@@ -92,8 +95,8 @@ def _wheel_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def embedded_packed(folder: Path, progress: Callable[[str], None] | None = None) -> Packed | None:
-    """The embedded model's weights for the CPU kernels, made first if need be; None where they cannot be had.
+def embedded_packed(folder: Path, progress: Callable[[str], None] | None = None) -> tuple[Loaded, Packed] | None:
+    """The embedded model and its weights for the CPU kernels, made first if need be; None where they cannot be had.
 
     They come from the GGUF file, whose 4-bit numbers they keep exactly, not from the folder's 16-bit copy.
     """
@@ -101,34 +104,26 @@ def embedded_packed(folder: Path, progress: Callable[[str], None] | None = None)
     path = folder / _PACKED
     if no_kernels() is not None:
         return None
-    found = load_packed(path) if path.exists() else None
-    if found is not None:
-        return found
+    if path.exists():
+        report, found = report_from(said_about(path)), load_packed(path)
+        if report is not None and found is not None:
+            return outlined(folder, report), found
     gguf = _wheel_file()
     if gguf is None or find_spec("gguf") is None:
         return None
     say(f"packing {gguf.name} for this CPU (once, some seconds)")
-    model, _ = read_gguf(gguf)
-    return _pack(model, path)
+    model, tokenizer = read_gguf(gguf)
+    packed = _pack(model, tokenizer, path)
+    return (outlined(folder, capability(model, tokenizer)), packed) if packed is not None else None
 
 
-def embedded_outline(folder: Path) -> Loaded:
-    """The embedded model without its weights, for when they lie packed: its shape, settings and tokenizer."""
-    with quiet():
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Loaded(model.eval(), tokenizer, capability(model, tokenizer))
-
-
-def _pack(model: PreTrainedModel, path: Path) -> Packed | None:
+def _pack(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> Packed | None:
     if why_not_packed(model) is not None:
         return None
     packed = pack_model(model, PACKED_KIND)
     work = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        save_packed(packed, work)
+        save_packed(packed, work, report_text(capability(model, tokenizer)))
         work.replace(path)
     except OSError:  # a folder that cannot be written costs the packing next time
         work.unlink(missing_ok=True)
@@ -149,7 +144,7 @@ def _convert(gguf: Path, folder: Path, say: Callable[[str], None]) -> None:
     try:
         work.mkdir(parents=True)
         if no_kernels() is None:
-            _pack(model, work / _PACKED)
+            _pack(model, tokenizer, work / _PACKED)
         with quiet():
             # Half the size on disk; the weights had 4 bits a moment ago, and bfloat16 is what they were trained in.
             model.to(torch.bfloat16).save_pretrained(work)

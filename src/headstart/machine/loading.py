@@ -16,22 +16,17 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from ..errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
 from .runner import attention_kinds, context_limit
+
+if TYPE_CHECKING:  # what makes models takes seconds to import, and a model whose weights lie packed needs none of it
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["Capability", "Loaded", "capability", "eos_ids", "load", "quiet", "read_gguf", "same_tokenizer"]
 
@@ -92,7 +87,7 @@ def load(
     if trust_remote_code:
         warnings.warn("trust_remote_code is on: code from the model's repository will run here", stacklevel=2)
         remote["trust_remote_code"] = True
-    if isinstance(model, PreTrainedModel):
+    if not isinstance(model, (str, Path)):
         ready, own = model, None
         _refuse(_refusals(ready.config, type(ready)))
         if device is not None or wanted is not None:
@@ -190,6 +185,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
     if find_spec("gguf") is None:
         raise MissingExtra("gguf", "gguf")
     # Not from_pretrained(gguf_file=...), which wants the package accelerate for this; the reader itself does not.
+    from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with quiet(), redirect_stderr(io.StringIO()):  # the reader draws a bar that cannot be switched off
@@ -274,6 +270,8 @@ _PICKLE = (
 
 
 def _pretrained(name: str, dtype: torch.dtype | None, device_map: Any, remote: dict[str, Any]) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     try:
         config = AutoConfig.from_pretrained(name, **remote)
         _refuse(_refusals(config, _model_class(config)))  # before gigabytes are read
@@ -340,6 +338,8 @@ def _refuse(reasons: tuple[str, ...]) -> None:
 
 
 def _model_class(config: Any) -> type | None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     try:
         found: type | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except (ImportError, AttributeError):  # the family needs a package that is not here

@@ -11,19 +11,21 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ModelRefused
 from . import fused
 from .cpu.opening import check_quantization, described, open_packed, reason_against
 from .cpu.packed import Packed
 from .cpu.runner import CpuRunner
-from .embedded import PACKED_KIND, embedded_outline, embedded_packed, is_embedded
+from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .loading import Capability, Loaded, load
 from .runner import EagerRunner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["Opened", "Quantization", "Runner", "load_draft", "load_target", "runner_for"]
 
@@ -57,12 +59,12 @@ def load_target(
     plain = quantization in ("auto", PACKED_KIND) and dtype == "auto" and tokenizer is None
     if plain and is_embedded(source) and _on_cpu(placement):
         assert isinstance(source, (str, Path))
-        packed = embedded_packed(Path(source).expanduser())
-        if packed is not None:
-            return Opened(embedded_outline(Path(source).expanduser()), PACKED_KIND, packed)
+        found = embedded_packed(Path(source).expanduser())
+        if found is not None:
+            return Opened(found[0], PACKED_KIND, found[1])
         log.info("the embedded model runs in float32: its 4-bit weights or a C++ compiler are missing")
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
-    ours = not isinstance(source, PreTrainedModel)
+    ours = isinstance(source, (str, Path))
     return Opened(loaded, None if quantization == "auto" else quantization, ours=ours)
 
 
@@ -74,7 +76,7 @@ def load_draft(
     loaded = load(source, dtype=dtype, **placement)
     if quantization == "auto":
         quantization = "int8" if reason_against(loaded) is None else None
-    return Opened(loaded, quantization, ours=not isinstance(source, PreTrainedModel))
+    return Opened(loaded, quantization, ours=isinstance(source, (str, Path)))
 
 
 def runner_for(

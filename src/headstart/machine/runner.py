@@ -14,11 +14,10 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..errors import HeadstartError, ModelRefused
 from ..maths.inner import PLAIN, Inner
@@ -27,6 +26,9 @@ from .attention import lend, wants_grouped
 from .kvcache import MARGIN, Slab
 from .packing import lend_packed, pack
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "check_rows", "context_limit", "read_in"]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..errors import InvalidParameter, ModelRefused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Watch", "decoder_layers"]
 

@@ -50,7 +50,7 @@ def open_packed(
     loaded: Loaded, kind: str, *, rows: int, max_len: int, margin: int, probe: bool, packed: Packed | None = None
 ) -> CpuRunner:
     """The model on the kernels, rounded to ``kind``. ``packed``: its weights, where they lie ready."""
-    reason = reason_against(loaded)
+    reason = reason_against(loaded) if packed is None else no_kernels()
     if reason is not None:
         raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
     packed = packed or pack_model(loaded.model, kind)

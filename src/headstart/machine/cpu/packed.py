@@ -25,10 +25,10 @@ from ..fused.lower import Weights, lower
 from ..fused.lower import why_not as why_not_lowered
 from .library import KINDS, MatrixRecord, kernels
 
-__all__ = ["Packed", "Plan", "load_packed", "pack_model", "save_packed", "why_not"]
+__all__ = ["Packed", "Plan", "load_packed", "pack_model", "said_about", "save_packed", "why_not"]
 
 LANES, GROUP = 16, 32
-VERSION = "1"  # of the layout; in the file
+VERSION = "2"  # of the file
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,16 @@ def _padded(outputs: int) -> int:
 # -- on disk ------------------------------------------------------------------------------------------------------
 
 
-def save_packed(packed: Packed, path: Path) -> None:
-    """One safetensors file; the plan is in its header."""
-    save_file({"data": packed.data}, path, metadata={"version": VERSION, "plan": json.dumps(asdict(packed.plan))})
+def save_packed(packed: Packed, path: Path, about: str = "") -> None:
+    """One safetensors file; the plan, and what there is to say ``about`` the model, are in its header."""
+    header = {"version": VERSION, "plan": json.dumps(asdict(packed.plan)), "about": about}
+    save_file({"data": packed.data}, path, metadata=header)
+
+
+def said_about(path: Path) -> str:
+    """What ``save_packed`` was told about the model."""
+    with safe_open(path, "pt") as file:
+        return str((file.metadata() or {}).get("about", ""))
 
 
 def load_packed(path: Path) -> Packed | None:

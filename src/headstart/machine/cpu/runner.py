@@ -12,10 +12,10 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...errors import InvalidParameter, ModelRefused
 from ...maths.inner import Inner
@@ -26,6 +26,9 @@ from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace
 from .packed import Packed
 from .sampling import inner_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["CpuRunner"]
 
@@ -203,7 +206,7 @@ class CpuRunner:
         found = torch.cat([chain, branch[[0, 2, 3]]])
         if not bool(torch.isfinite(fresh).all()) or not torch.equal(found, fresh[6:]):
             raise ModelRefused(
-                f"{type(self.model).__name__} gives other logits on the CPU kernels when its text comes in pieces than "
+                f"{getattr(self.model, 'architecture', type(self.model).__name__)} gives other logits on the CPU kernels when its text comes in pieces than "
                 "in one pass (or no numbers at all), so drafts could not be verified; use quantization=None"
             )
 

@@ -176,7 +176,23 @@ def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BIT
 
 @triton.jit
 def _times(tile, xt):
-    return tile.to(xt.dtype).to(tl.float32) * xt.to(tl.float32)
+    """Products [HB, BK], or with two token rows [HB, 2, BK]."""
+    tile = tile.to(xt.dtype).to(tl.float32)
+    if xt.shape[0] == 1:
+        found = tile * xt.to(tl.float32)
+    else:
+        found = tile[:, None, :] * xt.to(tl.float32)[None, :, :]
+    return found
+
+
+@triton.jit
+def _added(found):
+    """Sums [HB, BM] of what ``_times`` found."""
+    if len(found.shape) == 2:
+        total = tl.sum(found, axis=1)[:, None]
+    else:
+        total = tl.sum(found, axis=2)
+    return total
 
 
 @triton.jit
@@ -185,19 +201,19 @@ def multiply(
 ):
     """acc + W[row, k : k + BK] x inputs for what ``tile_of`` loaded. 8-bit sums are still to be scaled.
 
-    KS warps work each on its own channels, or (KS 0, one row) all without tensor cores.
+    KS warps work each on its own channels, or (KS 0, one row or two) all without tensor cores.
     """
     xt = _inputs(x, m, M, k, K, BK, KS, BITS, False)
     if BITS == 4:
         low, high = unpack(tile, scale, minimum)
         xh = _inputs(x, m, M, k, K, BK, KS, BITS, True)
         if KS == 0:
-            acc += tl.sum(_times(low, xt) + _times(high, xh), axis=1)[:, None]
+            acc += _added(_times(low, xt) + _times(high, xh))
         else:
             acc = tl.dot(low, xt, acc, input_precision="ieee")
             acc = tl.dot(high, xh, acc, input_precision="ieee")
     elif KS == 0:
-        acc += tl.sum(_times(tile, xt), axis=1)[:, None]
+        acc += _added(_times(tile, xt))
     else:
         acc = tl.dot(tile.to(xt.dtype), xt, acc, input_precision="ieee")
     return acc

@@ -8,7 +8,7 @@ Does not know: what a model is. Matrices with long rows go to ``kernels_stream``
     x [M, K] activations, W [N, K] weights, out = x W^T. A program takes ``HB`` rows of W (or twice ``HB``: pairs),
     whole (BK >= K), and makes [HB, BM] sums in float32, M padded to BM. Its KS warps take different channels, so that
     each has a short chain of tensor core products; their sums are added at the end. Which sums are added in which
-    order does not depend on M. KS = 0 is for one row only: plain multiply-adds, the least latency of all.
+    order does not depend on M. KS = 0 is for one or two rows: plain multiply-adds, the least latency of all.
 
 Norms are not computed where they are needed but where their input is made. The kernel that writes the residual x
 also writes x * g (g: the next norm's weight) and each program's part of sum(x^2). The reader multiplies by W and
@@ -167,11 +167,11 @@ def _launch(
 ) -> tuple[Any, dict[str, object]]:
     """Which of (for short rows, for long rows) takes the matrix, on its grid; and its options."""
     rows, inputs = x.shape
-    assert t.slices or rows == 1
+    assert t.slices or rows <= 2
     options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits, "PDL": pdl}
     options |= {"num_warps": t.warps} | ({"launch_pdl": True} if pdl else {})
     if t.depth >= inputs:
-        return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else 1, "num_stages": t.stages}
+        return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
     per = triton.cdiv(tiles, PROGRAMS)
     stored = w.data.shape[1] * w.data.element_size()
     height = 2 * t.rows if pair else t.rows

@@ -104,7 +104,7 @@ class FusedModel:
         self._features = features
 
     def _tiles_for(self, tokens: int) -> dict[str, Tile]:
-        return self._many if tokens > 16 else self._tiles[tokens == 1]
+        return self._many if tokens > 16 else self._tiles[tokens <= 2]
 
     def _plan(self, *, alone: bool = False, many: bool = False) -> dict[str, Tile]:
         """The tile of each matrix, see ``plan.tile``."""

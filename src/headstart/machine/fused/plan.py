@@ -44,7 +44,7 @@ class Tile:
 
     rows: int  # weight rows a program takes at a time (twice, for kernels that take pairs)
     depth: int  # input channels a loop step takes; at least K: the whole row is loaded before the wait
-    slices: int  # warps that share the channels of a loop step; 0: plain multiply-adds, for one token only
+    slices: int  # warps that share the channels of a loop step; 0: plain multiply-adds, for one token or two
     warps: int
     stages: int
     prefetch: int  # bytes of weights a program asks into L2 while the kernel before is still running
@@ -63,7 +63,7 @@ def tile(
     """The tile for a matrix [outputs, inputs] of ``bits`` a weight (16: as the activations).
 
     ``pair``: the kernel takes rows in two halves (rotary, gate and up), and the tile's rows must divide this number.
-    ``alone``: for a draft's step of one token, where latency is all and sums need not be those of a wider step.
+    ``alone``: for a draft's step of one token or two, where latency is all and sums need not be those of a wider step.
     ``many``: for more than 16 tokens, which are as many bytes as the weights, so that more weights should meet them.
     """
     if dtype == torch.float32:  # for exactness, not for speed

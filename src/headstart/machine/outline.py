@@ -1,0 +1,58 @@
+"""A model whose weights lie packed: its settings, its tokenizer and its report, without transformers' modules.
+
+Knows: what those who serve a packed model still ask of it. Does not know: where packed weights come from.
+
+What makes models in transformers takes seconds to import and float weights take memory; neither is needed here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from .loading import Capability, Loaded, quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Outline", "outlined", "report_from", "report_text"]
+
+
+class Outline:
+    """Stands where a ``PreTrainedModel`` would: it can be asked about, and not called."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, config: Any, generation_config: Any, architecture: str) -> None:
+        self.config, self.generation_config, self.architecture = config, generation_config, architecture
+
+
+def outlined(folder: Path, report: Capability, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
+    """The model that ``folder`` has the configuration of (and the tokenizer, if none is given)."""
+    with quiet():
+        config = AutoConfig.from_pretrained(folder)
+        generation = None
+        if (folder / "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(folder)
+        if tokenizer is None and report.tokenizer_size is not None:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = cast("PreTrainedModel", Outline(config, generation, report.architecture))
+    return Loaded(model, tokenizer, report)
+
+
+def report_text(report: Capability) -> str:
+    return json.dumps(asdict(report))
+
+
+def report_from(text: str) -> Capability | None:
+    """What ``report_text`` wrote; None if it was another version that did."""
+    try:
+        values = json.loads(text)
+        return Capability(**values | {name: tuple(values[name]) for name in ("reasons", "notes")})
+    except (ValueError, TypeError, KeyError):
+        return None
