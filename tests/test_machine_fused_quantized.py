@@ -6,23 +6,21 @@ On a GPU: ``pytest -m gpu``. Without one: in Triton's interpreter (see ``test_ma
 from __future__ import annotations
 
 import copy
-import gc
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_gpu_captured import PROMPTS, SIZE, pair
 from test_machine_fused import CONFIGS, DEVICE, DTYPES, INTERPRETED, SIZES, Rig, build, draw, kernels, truth
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headstart import LLM, SamplingParams
-from headstart.controller import FixedController
 from headstart.machine import fused
+from headstart.machine.fused.ahead import rehearsal
 from headstart.machine.fused.lower import lower, why_not
+from headstart.machine.fused.plan import Tile
 from headstart.machine.fused.rounding import Matrix, rounded
-from headstart.testing import tiny_model
 
 KINDS = ["int8", "int4"]
 
@@ -41,53 +39,119 @@ def spelt_out(model: Any, kind: str, dtype: torch.dtype) -> Any:
 
 
 class RoundedRig(Rig):
-    def __init__(self, name: str, kind: str, dtype: torch.dtype, *, rows: int = 3, draft: bool = False) -> None:
+    """``played``: False if nothing is to be compared, and only the kernels are wanted."""
+
+    def __init__(
+        self, name: str, kind: str, dtype: torch.dtype, *, rows: int = 3, draft: bool = False, played: bool = True
+    ) -> None:
         self.model = build(name, DEVICE, dtype)
         self.fused = fused.fuse(self.model, rows=rows, capacity=160, draft=draft, quantization=kind)
         self.texts = [draw(160, row) for row in range(rows)]
-        own, wide = (spelt_out(self.model, kind, d) for d in (dtype, torch.float32))
-        self.want = [truth(wide, text) for text in self.texts]
-        gaps = [float((truth(own, t) - w).norm() / w.norm()) for t, w in zip(self.texts, self.want, strict=True)]
-        self.limit = max(2e-5, 1.5 * max(gaps))
+        self.played = played
+        if played:
+            own, wide = (spelt_out(self.model, kind, d) for d in (dtype, torch.float32))
+            self.want = [truth(wide, text) for text in self.texts]
+            gaps = [float((truth(own, t) - w).norm() / w.norm()) for t, w in zip(self.texts, self.want, strict=True)]
+            self.limit = max(2e-5, 1.5 * max(gaps))
+
+    def check_rows(self, starts: list[int], width: int, **options: Any) -> None:
+        if self.played:
+            super().check_rows(starts, width, **options)
+        else:
+            self.feed(starts, width, **options)
 
 
-@kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["smollm", "llama-bias-llama3", "qwen3", "phi3-partial"])
-def test_rounded_models(name: str, kind: str, dtype: torch.dtype) -> None:
+def several(rig: RoundedRig) -> None:
     """The wide path, ragged steps of several tokens, and of one."""
-    rig = RoundedRig(name, kind, dtype)
     rig.check_rows([0, 0, 0], 20, keep=3)
     rig.check_rows([20, 13, 6], 9)
     rig.check_rows([25, 22, 15], 1)
     rig.check_rows([26], 5)
 
 
-@kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["smollm", "phi3", "mistral"])
-def test_rounded_drafts(name: str, kind: str, dtype: torch.dtype) -> None:
-    rig = RoundedRig(name, kind, dtype, draft=True)
+def drafting(rig: RoundedRig) -> None:
+    """A draft's ways: steps of one token or two, alone and side by side."""
     rig.check_rows([0, 0, 0], 70, keep=1)
     rig.check_rows([70], 1, bound=128)
+    rig.check_rows([71], 2, bound=128)
     rig.check_rows([71, 33, 64], 1)
     rig.small_chunks()
-    rig.check_rows([72], 1)
+    rig.check_rows([73], 1)
 
 
-@kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_alone_and_among_others_is_the_same_to_the_bit(kind: str, dtype: torch.dtype) -> None:
-    rig = RoundedRig("smollm", kind, dtype, rows=2)
+def the_same_bits(rig: RoundedRig) -> None:
     rig.small_chunks()
     rig.feed([0, 0], 60, keep=0)
     together = rig.feed([60, 50], 8)  # 16 tokens
     for i in range(8):
         assert torch.equal(rig.feed([60 + i], 1)[0, 0], together[0, i])
     assert torch.equal(rig.feed([60, 50], 1)[:, 0], together[:, 0])
+
+
+PLAYS: list[tuple[Callable[[RoundedRig], None], list[str], dict[str, Any]]] = [
+    (several, ["smollm", "llama-bias-llama3", "qwen3", "phi3-partial"], {}),
+    (drafting, ["smollm", "phi3", "mistral"], {"draft": True}),
+    (the_same_bits, ["smollm"], {"rows": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """All kernels of the rigs below, compiled at once: most of the time on a GPU would be spent with that."""
+    if INTERPRETED:
+        return
+    with torch.inference_mode(), rehearsal():
+        for play, names, options in PLAYS:
+            for name in names:
+                for kind in KINDS:
+                    for dtype in DTYPES:
+                        play(RoundedRig(name, kind, dtype, played=False, **options))
+
+
+@kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("play", "name", "options"),
+    [pytest.param(p, name, options, id=f"{p.__name__}-{name}") for p, names, options in PLAYS for name in names],
+)
+def test_rounded_models(
+    play: Callable[[RoundedRig], None], name: str, options: dict[str, Any], kind: str, dtype: torch.dtype
+) -> None:
+    play(RoundedRig(name, kind, dtype, **options))
+
+
+@kernels
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_tiles_that_share_their_inputs_change_no_bit(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, three or five tiles at a time, for one tile or several a program, past the last row too."""
+    from headstart.machine.fused import kernels_matmul
+
+    monkeypatch.setattr(kernels_matmul, "PROGRAMS", 2)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(100, 256, generator=generator) / 16
+    matrix = Matrix(weight.to(DEVICE)) if kind is None else rounded(weight.to(DEVICE), kind)
+    x, gain = (torch.randn(n, generator=generator).to(DEVICE) for n in (3 * 256, 100))
+    x, first = x.view(3, 256), torch.randn(3, 100, generator=generator).to(DEVICE)
+    squares = x.square().sum(1, keepdim=True)
+    product = x @ matrix.floats(torch.float32).T
+    normed = product / x.square().mean(1, keepdim=True).sqrt()
+    want = [normed, first + product, torch.nn.functional.silu(normed[:, :50]) * normed[:, 50:]]
+    tile = Tile(rows=8, depth=128 if kind == "int4" else 64, slices=4, warps=4, stages=2, prefetch=0)
+    found = []
+    for together in (1, 3, 5):
+        t = replace(tile, together=together)
+        out, residual, scaled, hidden = torch.zeros_like(first), first.clone(), first.clone(), first[:, :50].clone()
+        parts = torch.zeros(3, 13, device=DEVICE)
+        kernels_matmul.matmul(x, matrix, out, t, bias=None, squares=squares, eps=0.0, pdl=0)
+        kernels_matmul.matmul_residual(x, matrix, residual, gain, scaled, t, bias=None, squares=parts, pdl=0)
+        kernels_matmul.matmul_swiglu(x, matrix, hidden, t, squares=squares, eps=0.0, pdl=0)
+        found.append([out, residual, hidden, scaled, parts])
+    for a, b in zip(found[0], want, strict=False):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @kernels
@@ -135,50 +199,6 @@ def test_a_rounded_runner(kind: str) -> None:
     runner.watch([0])
     runner.prefill(0, text[:35])
     assert float(runner.features(0, 0, 35).norm()) > 0
-
-
-# -- whole engines, on a GPU ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_speculation_gives_the_rounded_targets_own_tokens(kind: Any, dtype: torch.dtype) -> None:
-    """Recorded rounds with a rounded target and a rounded draft: the ids of plain decoding, in bfloat16 too."""
-    target, draft = (model.to(dtype) for model in pair("llama"))
-    options: dict[str, Any] = {"max_rows": 1, "max_model_len": 128, "check": False}
-    llm = LLM(target, draft, gamma=8, quantization=kind, draft_quantization="int8", **options)
-    for rule, temperature in (("block", 0.0), ("coupled", 0.8)):
-        params = [
-            SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True, verification=rule)  # type: ignore[arg-type]
-            for i in range(len(PROMPTS))
-        ]
-        answers = []
-        for gamma in (0, 3, 8):
-            llm.engine.parts.controller = FixedController(gamma)
-            answers.append([a.token_ids for a in llm.generate(PROMPTS, params)])
-        assert answers[0] == answers[1] == answers[2], rule
-    assert llm.stats.accepted > 20
-
-
-@pytest.mark.gpu
-def test_what_is_loaded_from_a_folder_takes_less_memory(tmp_path: Path) -> None:
-    tiny_model("llama", **SIZE | {"hidden_size": 1024, "intermediate_size": 4096}).save_pretrained(tmp_path)
-    used, reports = [], []
-    for kind in (None, "int8", "int4"):
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        llm = LLM(tmp_path, None, dtype="bfloat16", device="cuda", quantization=kind, max_model_len=64, max_rows=1)  # type: ignore[arg-type]
-        llm.generate([5, 6, 7], SamplingParams(max_tokens=4))
-        used.append(torch.cuda.memory_allocated() - before)
-        reports.append(llm.report)
-        del llm
-    assert [r.dtype for r in reports] == ["bfloat16", "int8", "int4"]
-    assert reports[0].bytes > 1.8 * reports[1].bytes > 1.8 * 1.2 * reports[2].bytes
-    assert "instead of" in reports[1].notes[-1]
-    for i in (1, 2):
-        assert used[0] - used[i] > 0.8 * (reports[0].bytes - reports[i].bytes)
 
 
 # -- the rounding itself, without a GPU -----------------------------------------------------------------------------

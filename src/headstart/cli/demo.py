@@ -79,12 +79,10 @@ def demo(
     _run(llm, "Hello", 4, speculate=False)  # warm up
     for name, prompt in PROMPTS.items():
         console.print(f"[bold]{name}[/]: {prompt.splitlines()[0]}")
-        with console.status("plain decoding ..."):
+        fast = _run(llm, prompt, max_tokens, speculate=True, console=console)
+        console.print("\n")
+        with console.status("the same by plain decoding ..."):
             plain = _run(llm, prompt, max_tokens, speculate=False)
-        with console.status("speculative decoding ..."):
-            fast = _run(llm, prompt, max_tokens, speculate=True)
-        console.print(fast.text.strip(), style="green", highlight=False, markup=False)
-        console.print()
         speed = fast.stats.tokens_per_second, plain.stats.tokens_per_second
         table.add_row(
             name,
@@ -103,11 +101,13 @@ def demo(
     )
 
 
-def _run(llm: Any, prompt: str, max_tokens: int, *, speculate: bool) -> Completion:
+def _run(llm: Any, prompt: str, max_tokens: int, *, speculate: bool, console: Console | None = None) -> Completion:
+    """Answer one prompt; with a console, shown as it comes."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, speculate=speculate)
     asked: Any = [{"role": "user", "content": prompt}] if llm.has_chat_template else prompt
     running = llm.stream(asked, params)
-    for _ in running:
-        pass
+    for piece in running:
+        if console is not None:
+            console.print(piece.text, style="green", end="", highlight=False, markup=False, soft_wrap=True)
     completion: Completion = running.completion()
     return completion

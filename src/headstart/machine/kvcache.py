@@ -14,9 +14,11 @@ A row's number therefore changes when its neighbours come and go: ask ``row(key)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -27,6 +29,20 @@ __all__ = ["MARGIN", "Slab", "SlabLayer"]
 # asked for fewer tokens; those writes must land somewhere.
 MARGIN = 72
 LEAST_MARGIN = 16
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN.
+
+    On the CPU torch would write all of them, a gigabyte and more before the first token; numpy asks the system for zero
+    pages, which cost nothing until they are used.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
+    skip = -memory.data_ptr() % 64  # on a cache line
+    return memory[skip : skip + size].view(like.dtype).view(shape)
 
 
 class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped for us
@@ -40,12 +56,11 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate in the shape, dtype and on the device that the model just used."""
-        # Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN. On the CPU untouched zero
-        # pages cost no memory. Not as inference tensors, because rows are also moved outside inference mode.
+        # Not as inference tensors, because rows are also moved outside inference mode.
         with torch.inference_mode(False):
             rows, capacity = self._slab.rows, self._slab.capacity
-            self.keys = key_states.new_zeros((rows, key_states.shape[1], capacity, key_states.shape[3]))
-            self.values = value_states.new_zeros((rows, value_states.shape[1], capacity, value_states.shape[3]))
+            self.keys = _zeros(key_states, (rows, key_states.shape[1], capacity, key_states.shape[3]))
+            self.values = _zeros(value_states, (rows, value_states.shape[1], capacity, value_states.shape[3]))
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 

@@ -19,22 +19,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from ..errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
+from .refusals import model_class, refusals, refuse
 from .runner import attention_kinds, context_limit
 
 if TYPE_CHECKING:  # what makes models takes seconds to import, and a model whose weights lie packed needs none of it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Capability", "Loaded", "capability", "eos_ids", "load", "quiet", "read_gguf", "same_tokenizer"]
+__all__ = [
+    "Capability",
+    "Loaded",
+    "capability",
+    "eos_ids",
+    "fetch_tokenizer",
+    "load",
+    "quiet",
+    "read_gguf",
+    "same_tokenizer",
+]
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SERVED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-_INSTEAD = "use a decoder-only model with rotary or learned positions, such as Llama, Qwen, Mistral, Gemma or SmolLM"
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def load(
         remote["trust_remote_code"] = True
     if not isinstance(model, (str, Path)):
         ready, own = model, None
-        _refuse(_refusals(ready.config, type(ready)))
+        refuse(refusals(ready.config, type(ready)))
         if device is not None or wanted is not None:
             ready = ready.to(device=device, dtype=wanted)
     else:
@@ -100,18 +108,18 @@ def load(
         if device_map is None:
             ready = ready.to(place)
     if isinstance(tokenizer, (str, Path)):
-        own = _tokenizer(str(tokenizer), remote)
+        own = fetch_tokenizer(str(tokenizer), remote)
     elif tokenizer is not None:
         own = tokenizer
     report = capability(ready, own)
-    _refuse(report.reasons)
+    refuse(report.reasons)
     return Loaded(ready.eval(), own, report)
 
 
 def capability(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Capability:
     """Describe a live model, and say whether it can be served."""
     config = model.config.get_text_config(decoder=True)
-    reasons = _refusals(model.config, type(model))
+    reasons = refusals(model.config, type(model))
     head = model.get_output_embeddings()
     vocabulary = int(getattr(head, "out_features", 0) or getattr(config, "vocab_size", 0))
     size = len(tokenizer) if tokenizer is not None else None
@@ -185,13 +193,13 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
     if find_spec("gguf") is None:
         raise MissingExtra("gguf", "gguf")
     # Not from_pretrained(gguf_file=...), which wants the package accelerate for this; the reader itself does not.
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with quiet(), redirect_stderr(io.StringIO()):  # the reader draws a bar that cannot be switched off
         settings = dict(load_gguf_checkpoint(str(path))["config"])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        _refuse(_refusals(config, _model_class(config)))
+        refuse(refusals(config, model_class(config)))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
         weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
         missing, _ = model.load_state_dict(weights, strict=False)
@@ -240,10 +248,10 @@ def _fetch(
     if path.is_dir():
         _check_folder(path)
         with quiet():
-            return _pretrained(str(path), dtype, device_map, remote), _tokenizer(str(path), remote)
+            return _pretrained(str(path), dtype, device_map, remote), fetch_tokenizer(str(path), remote)
     if isinstance(name, Path) or str(name).startswith(("/", "./", "../", "~")) or str(name).count("/") > 1:
         raise ModelNotFound(f"there is no folder {path}")
-    return _pretrained(str(name), dtype, device_map, remote), _tokenizer(str(name), remote)
+    return _pretrained(str(name), dtype, device_map, remote), fetch_tokenizer(str(name), remote)
 
 
 def _check_folder(path: Path) -> None:
@@ -270,11 +278,11 @@ _PICKLE = (
 
 
 def _pretrained(name: str, dtype: torch.dtype | None, device_map: Any, remote: dict[str, Any]) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(name, **remote)
-        _refuse(_refusals(config, _model_class(config)))  # before gigabytes are read
+        refuse(refusals(config, model_class(config)))  # before gigabytes are read
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype or "auto", device_map=device_map, use_safetensors=True, **remote
         )
@@ -303,10 +311,12 @@ def _explained(name: str, error: Exception) -> Exception:
     return ModelRefused(f"transformers cannot load {name}: {text[:300]}")
 
 
-def _tokenizer(name: str, remote: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+def fetch_tokenizer(name: str, remote: dict[str, Any]) -> PreTrainedTokenizerBase | None:
     path = Path(name)
     if path.is_dir() and not any((path / file).exists() for file in _TOKENIZER_FILES):
         return None
+    from transformers import AutoTokenizer
+
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **remote)
     except (OSError, ValueError) as error:
@@ -327,69 +337,3 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if name not in _DTYPES:
         raise InvalidParameter("dtype", f"must be 'auto' or one of {', '.join(_DTYPES)}, not {dtype!r}")
     return _DTYPES[name]
-
-
-# -- what cannot be served ----------------------------------------------------------------------------------------
-
-
-def _refuse(reasons: tuple[str, ...]) -> None:
-    if reasons:
-        raise ModelRefused("; ".join(reasons))
-
-
-def _model_class(config: Any) -> type | None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    try:
-        found: type | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    except (ImportError, AttributeError):  # the family needs a package that is not here
-        return None
-    return found
-
-
-def _refusals(config: Any, model_class: type | None) -> tuple[str, ...]:
-    """Why a model of this config cannot be served: a sentence each, with what to do."""
-    name = model_class.__name__ if model_class is not None else str(config.model_type)
-    text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        return (
-            f"{name} is an encoder-decoder: it reads the prompt with one network and answers with another, and only "
-            f"the continuation of one text can be drafted here; {_INSTEAD}",
-        )
-    own_code = bool(getattr(config, "auto_map", None))
-    written = [str(each) for each in getattr(config, "architectures", None) or ()]
-    masked = written and all("MaskedLM" in each for each in written)
-    if masked or (model_class is None and not own_code):
-        return (f"{name} has no causal language model head: it cannot continue a text; {_INSTEAD}",)
-    if model_class is not None and not hasattr(model_class, "get_output_embeddings"):
-        return (f"{name} has no output head over a vocabulary; {_INSTEAD}",)
-    odd = sorted(kind for kind in attention_kinds(text) if kind not in _SERVED_KINDS)
-    if getattr(model_class, "_is_stateful", False) or _RECURRENT_KINDS.intersection(odd):
-        return (
-            f"{name} has recurrent layers, whose running state cannot be rolled back to before a rejected draft; "
-            f"{_INSTEAD}",
-        )
-    if odd:
-        return (
-            f"{name} has layers ({', '.join(odd)}) that remember more than keys and values, which this cache does not "
-            f"hold; {_INSTEAD}",
-        )
-    if "local" in (getattr(text, "attention_layers", None) or ()) or getattr(text, "keep_window_size", None):
-        # GPT-Neo and Doge. Not left to the probe, which is shorter than their windows.
-        return (
-            f"{name} cuts its own windows by the length of the cache instead of following the mask it is given, so "
-            f"rows of different lengths cannot be run together; {_INSTEAD}",
-        )
-    attention = getattr(text, "attn_config", None)
-    alibi = (
-        getattr(text, "alibi", False)
-        or getattr(attention, "alibi", False)
-        or getattr(text, "position_embedding_type", None) == "alibi"
-        or text.model_type in ("bloom", "mpt")
-    )
-    if alibi:
-        return (
-            f"{name} uses ALiBi, which reads positions off the cache's layout and ignores the ones it is given, so "
-            f"rows of different lengths cannot be run together; {_INSTEAD}",
-        )
-    return ()

@@ -17,12 +17,14 @@ import torch
 
 from ..errors import ModelRefused
 from . import fused
+from .cpu.build import why_not as no_kernels
 from .cpu.opening import check_quantization, described, open_packed, reason_against
 from .cpu.packed import Packed
 from .cpu.runner import CpuRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .loading import Capability, Loaded, load
 from .runner import EagerRunner
+from .shelf import keep, place_for, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +44,7 @@ class Opened:
     loaded: Loaded
     quantization: str | None = None
     packed: Packed | None = None  # where they lie ready
+    place: Path | None = None  # where they are to be kept, once they are packed
     ours: bool = False  # nobody else holds the model, so its float weights may be dropped
 
 
@@ -63,9 +66,14 @@ def load_target(
         if found is not None:
             return Opened(found[0], PACKED_KIND, found[1])
         log.info("the embedded model runs in float32: its 4-bit weights or a C++ compiler are missing")
+    kind = None if quantization == "auto" else quantization
+    ready = _taken(source, kind, dtype, revision, placement) if tokenizer is None else None
+    if ready is not None:
+        return ready
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
     ours = isinstance(source, (str, Path))
-    return Opened(loaded, None if quantization == "auto" else quantization, ours=ours)
+    place = _place(source, kind, dtype, revision, placement) if tokenizer is None else None
+    return Opened(loaded, kind, ours=ours, place=place)
 
 
 def load_draft(
@@ -73,10 +81,15 @@ def load_draft(
 ) -> Opened:
     """Load a draft model."""
     check_quantization("draft_quantization", quantization)
+    kind = "int8" if quantization == "auto" else quantization
+    ready = _taken(source, kind, dtype, None, placement)
+    if ready is not None:
+        return ready
     loaded = load(source, dtype=dtype, **placement)
-    if quantization == "auto":
-        quantization = "int8" if reason_against(loaded) is None else None
-    return Opened(loaded, quantization, ours=isinstance(source, (str, Path)))
+    if quantization == "auto" and reason_against(loaded) is not None:
+        kind = None
+    place = _place(source, kind, dtype, None, placement)
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
 
 
 def runner_for(
@@ -96,6 +109,8 @@ def runner_for(
             probe=probe,
             packed=opened.packed,
         )
+        if opened.packed is None and opened.place is not None:
+            keep(opened.place, loaded, runner.packed)
         return runner, Loaded(loaded.model, loaded.tokenizer, described(loaded.report, runner.packed))
     plain, reason = fused.open_runner(loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
     if reason is not None:
@@ -127,6 +142,36 @@ def _described(report: Capability, kind: str, size: int, *, released: bool) -> C
     )
     total = size if released else size + report.bytes
     return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note))
+
+
+def _place(
+    source: str | Path | PreTrainedModel,
+    kind: str | None,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    placement: dict[str, Any],
+) -> Path | None:
+    """Where a packed copy of the model belongs (see ``shelf``); None if there can be none."""
+    if kind is None or not isinstance(source, (str, Path)) or not _on_cpu(placement):
+        return None
+    if placement.get("trust_remote_code") or no_kernels() is not None:
+        return None
+    return place_for(source, kind, dtype=dtype, revision=revision, token=placement.get("token"))
+
+
+def _taken(
+    source: str | Path | PreTrainedModel,
+    kind: str | None,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    placement: dict[str, Any],
+) -> Opened | None:
+    """The model as it was packed before, without its float weights; None if it was not."""
+    place = _place(source, kind, dtype, revision, placement)
+    if place is None or not isinstance(source, (str, Path)):
+        return None
+    found = take(place, source, {"revision": revision, "token": placement.get("token")})
+    return Opened(found[0], kind, found[1]) if found is not None else None
 
 
 def _on_cpu(placement: dict[str, Any]) -> bool:

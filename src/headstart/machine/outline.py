@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from .loading import Capability, Loaded, quiet
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["Outline", "outlined", "report_from", "report_text"]
+
+_PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class Outline:
@@ -35,14 +37,25 @@ class Outline:
 def outlined(folder: Path, report: Capability, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
     """The model that ``folder`` has the configuration of (and the tokenizer, if none is given)."""
     with quiet():
-        config = AutoConfig.from_pretrained(folder)
+        # The base class: a family's own imports all of transformers, and nothing but names and numbers is asked for.
+        config = PreTrainedConfig.from_pretrained(folder)
         generation = None
         if (folder / "generation_config.json").exists():
             generation = GenerationConfig.from_pretrained(folder)
         if tokenizer is None and report.tokenizer_size is not None:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = _tokenizer(folder)
     model = cast("PreTrainedModel", Outline(config, generation, report.architecture))
     return Loaded(model, tokenizer, report)
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder; without asking for its family where its own files say that it has none."""
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and json.loads(settings.read_text()).get("tokenizer_class") in _PLAIN_TOKENIZERS:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def report_text(report: Capability) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -220,13 +220,23 @@ def save_packed(packed: Packed, path: Path, about: str = "") -> None:
 
 
 def said_about(path: Path) -> str:
-    """What ``save_packed`` was told about the model."""
-    with safe_open(path, "pt") as file:
-        return str((file.metadata() or {}).get("about", ""))
+    """What ``save_packed`` was told about the model; nothing if the file is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            return str((file.metadata() or {}).get("about", ""))
+    except SafetensorError:
+        return ""
 
 
 def load_packed(path: Path) -> Packed | None:
-    """Read a file of ``save_packed``; None if it is of another version."""
+    """Read a file of ``save_packed``; None if it is of another version, or damaged."""
+    try:
+        return _read_packed(path)
+    except SafetensorError:
+        return None
+
+
+def _read_packed(path: Path) -> Packed | None:
     with safe_open(path, "pt") as file:
         about = file.metadata() or {}
         if about.get("version") != VERSION:

@@ -205,8 +205,9 @@ class CpuRunner:
         branch = self.forward(slice(0, 1), torch.tensor([[x[9], x[0], x[10], x[11]]]), [9], tree)[0]
         found = torch.cat([chain, branch[[0, 2, 3]]])
         if not bool(torch.isfinite(fresh).all()) or not torch.equal(found, fresh[6:]):
+            name = getattr(self.model, "architecture", type(self.model).__name__)
             raise ModelRefused(
-                f"{getattr(self.model, 'architecture', type(self.model).__name__)} gives other logits on the CPU kernels when its text comes in pieces than "
+                f"{name} gives other logits on the CPU kernels when its text comes in pieces than "
                 "in one pass (or no numbers at all), so drafts could not be verified; use quantization=None"
             )
 

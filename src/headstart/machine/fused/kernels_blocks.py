@@ -13,23 +13,31 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "done", "early", "inverse_rms", "load_groups", "multiply", "pair", "product", "scale_rows", "square_parts",
-    "store_heads", "tile_of", "unpack", "wait",
+    "done", "early", "inputs", "inverse_rms", "load_groups", "multiply", "pair", "product", "scale_rows",
+    "square_parts", "store_heads", "tile_of", "unpack", "wait", "widen",
 ]  # fmt: skip
 
-# Four bytes of two 4-bit weights each -> eight bfloat16 weights. A half byte q behind 0x43 is 128 + q, exactly; then
-# come - 128 (exact) and scale * q + minimum (rounded once).
-_UNPACK = tl.constexpr("""
-{ .reg .b32 a, b, c, d, e, one, less;
-mov.b32 one, 0x3F803F80; mov.b32 less, 0xC300C300;
-shr.b32 e, $4, 4;
-prmt.b32 a, $4, 0x43, 0x4140; prmt.b32 b, $4, 0x43, 0x4342;
-prmt.b32 c, e, 0x43, 0x4140; prmt.b32 d, e, 0x43, 0x4342;
-and.b32 a, a, 0xFF0FFF0F; and.b32 b, b, 0xFF0FFF0F; and.b32 c, c, 0xFF0FFF0F; and.b32 d, d, 0xFF0FFF0F;
-fma.rn.bf16x2 a, a, one, less; fma.rn.bf16x2 b, b, one, less;
-fma.rn.bf16x2 c, c, one, less; fma.rn.bf16x2 d, d, one, less;
-fma.rn.bf16x2 $0, a, $5, $9; fma.rn.bf16x2 $1, b, $7, $11;
-fma.rn.bf16x2 $2, c, $5, $9; fma.rn.bf16x2 $3, d, $7, $11; }
+# A byte q under eight zero bits is q * 2^-133 as bfloat16, exactly: down there its numbers lie evenly. From there one
+# multiply-add of two weights at a time gives (q - 128) / 64: 8-bit weights are 64 times too small until their sums are
+# scaled.
+_BYTES = tl.constexpr("""
+{ .reg .b32 a, b, t, up, less;
+mov.b32 up, 0x7F007F00; mov.b32 less, 0xC000C000;
+xor.b32 t, $2, 0x80808080;
+prmt.b32 a, t, 0, 0x4140; prmt.b32 b, t, 0, 0x4342;
+fma.rn.bf16x2 $0, a, up, less; fma.rn.bf16x2 $1, b, up, less; }
+""")
+
+# Four bytes of two 4-bit weights each, in the same way: q (or 16 q) * 2^-133 * scale + minimum, rounded once. Scale and
+# minimum share a word, and are kept so that the sum is what it should be times 2^-15 (``rounding.SCALE_UP``).
+_HALVES = tl.constexpr("""
+{ .reg .b32 a, b, c, d, l, h, by, by_16, least, less; .reg .b16 s, m;
+mov.b32 {s, m}, $5; mov.b32 by, {s, s}; mov.b32 least, {m, m};
+mov.b32 less, 0x3D803D80; mul.rn.bf16x2 by_16, by, less;
+and.b32 l, $4, 0x0F0F0F0F; and.b32 h, $4, 0xF0F0F0F0;
+prmt.b32 a, l, 0, 0x4140; prmt.b32 b, l, 0, 0x4342; prmt.b32 c, h, 0, 0x4140; prmt.b32 d, h, 0, 0x4342;
+fma.rn.bf16x2 $0, a, by, least; fma.rn.bf16x2 $1, b, by, least;
+fma.rn.bf16x2 $2, c, by_16, least; fma.rn.bf16x2 $3, d, by_16, least; }
 """)
 
 
@@ -77,18 +85,6 @@ def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BIT
 
 
 @triton.jit
-def _split_pair(both):
-    """A scale and a minimum, bfloat16, in one word -> each twice in a word of its own."""
-    scale = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1
-    )
-    minimum = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1
-    )
-    return scale, minimum
-
-
-@triton.jit
 def load_groups(s, at, mask, MASKED: tl.constexpr):
     """Scales and minima of the groups ``at`` (of 32 weights of 4 bits each), as ``unpack`` takes them."""
     if s.dtype.element_ty == tl.float32:
@@ -100,10 +96,10 @@ def load_groups(s, at, mask, MASKED: tl.constexpr):
             minimum = tl.load(s + 2 * at + 1, eviction_policy="evict_first")
     else:
         if MASKED:
-            both = tl.load(s + at, mask=mask, other=0, eviction_policy="evict_first")
+            scale = tl.load(s + at, mask=mask, other=0, eviction_policy="evict_first")
         else:
-            both = tl.load(s + at, eviction_policy="evict_first")
-        scale, minimum = _split_pair(both)
+            scale = tl.load(s + at, eviction_policy="evict_first")
+        minimum = scale  # both are in one word
     return scale, minimum
 
 
@@ -137,17 +133,28 @@ def _spread(group):
 
 @triton.jit
 def unpack(tile, scale, minimum):
-    """The weights in the low and in the high halves of a tile of bytes, in the activations' type."""
-    scale, minimum = _spread(scale), _spread(minimum)
+    """The weights in the low and in the high halves of a tile of bytes, in the activations' type, by 2^-15."""
     if scale.dtype == tl.float32:
+        scale, minimum = _spread(scale) * 2.0**-100 * 2.0**-33, _spread(minimum)
         low = (tile & 15).to(tl.float32) * scale + minimum
         high = (tile >> 4).to(tl.float32) * scale + minimum
     else:
         low, high = tl.inline_asm_elementwise(
-            _UNPACK, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [tile, scale, minimum], dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=4,
+            _HALVES, "=r,=r,=r,=r,r,r,r,r,r", [tile, _spread(scale)], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=4,
         )  # fmt: skip
     return low, high
+
+
+@triton.jit
+def widen(tile, like, BITS: tl.constexpr):
+    """Floats as they are; bytes in the type of ``like``, by 1 / 64."""
+    if BITS == 8:
+        if like.dtype == tl.float32:
+            tile = tile.to(tl.float32) * (1 / 64)
+        else:
+            tile = tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return tile
 
 
 @triton.jit
@@ -177,7 +184,7 @@ def _inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BIT
 @triton.jit
 def _times(tile, xt):
     """Products [HB, BK], or with two token rows [HB, 2, BK]."""
-    tile = tile.to(xt.dtype).to(tl.float32)
+    tile = tile.to(tl.float32)
     if xt.shape[0] == 1:
         found = tile * xt.to(tl.float32)
     else:
@@ -196,34 +203,42 @@ def _added(found):
 
 
 @triton.jit
-def multiply(
-    tile, scale, minimum, x, m, M, k, acc, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr
-):
-    """acc + W[row, k : k + BK] x inputs for what ``tile_of`` loaded. 8-bit sums are still to be scaled.
+def inputs(x, m, M, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr):
+    """What ``multiply`` takes of x[m, k : k + BK]; with 4 bits in two parts."""
+    low = _inputs(x, m, M, k, K, BK, KS, BITS, False)
+    high = low
+    if BITS == 4:
+        high = _inputs(x, m, M, k, K, BK, KS, BITS, True)
+    return low, high
+
+
+@triton.jit
+def multiply(tile, scale, minimum, low, high, acc, KS: tl.constexpr, BITS: tl.constexpr):
+    """acc + W[row, k : k + BK] x ``inputs`` for what ``tile_of`` loaded. Sums of rounded weights are not scaled yet.
 
     KS warps work each on its own channels, or (KS 0, one row or two) all without tensor cores.
     """
-    xt = _inputs(x, m, M, k, K, BK, KS, BITS, False)
     if BITS == 4:
-        low, high = unpack(tile, scale, minimum)
-        xh = _inputs(x, m, M, k, K, BK, KS, BITS, True)
+        a, b = unpack(tile, scale, minimum)
         if KS == 0:
-            acc += _added(_times(low, xt) + _times(high, xh))
+            acc += _added(_times(a, low) + _times(b, high))
         else:
-            acc = tl.dot(low, xt, acc, input_precision="ieee")
-            acc = tl.dot(high, xh, acc, input_precision="ieee")
+            acc = tl.dot(a, low, acc, input_precision="ieee")
+            acc = tl.dot(b, high, acc, input_precision="ieee")
     elif KS == 0:
-        acc += _added(_times(tile, xt))
+        acc += _added(_times(widen(tile, low, BITS), low))
     else:
-        acc = tl.dot(tile.to(xt.dtype), xt, acc, input_precision="ieee")
+        acc = tl.dot(widen(tile, low, BITS), low, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def scale_rows(acc, s, row, BITS: tl.constexpr):
-    """Sums [HB, BM] of 8-bit rows by the rows' scales."""
+    """Sums [HB, BM] of rounded weights to what they should be."""
     if BITS == 8:
-        acc = acc * tl.load(s + row)[:, None]
+        acc = acc * (tl.load(s + row) * 64.0)[:, None]
+    if BITS == 4:
+        acc = acc * 32768.0
     return acc
 
 
@@ -252,7 +267,7 @@ def done(PDL: tl.constexpr):
 def _whole(w, s, row, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr):
     tile, scale, minimum = tile_of(w, s, row, 0, K, BK, KS, BITS)
     if BITS == 8:
-        scale = tl.load(s + row)
+        scale = tl.load(s + row) * 64.0
     return tile, scale, minimum
 
 
@@ -280,9 +295,10 @@ def product(
     else:
         acc_a = tl.zeros([HB, BM], tl.float32)
     acc_b = acc_a
-    acc_a = multiply(wa[0], wa[1], wa[2], x, m, M, 0, acc_a, K, BK, KS, BITS)
+    low, high = inputs(x, m, M, 0, K, BK, KS, BITS)
+    acc_a = multiply(wa[0], wa[1], wa[2], low, high, acc_a, KS, BITS)
     if PAIR:
-        acc_b = multiply(wb[0], wb[1], wb[2], x, m, M, 0, acc_b, K, BK, KS, BITS)
+        acc_b = multiply(wb[0], wb[1], wb[2], low, high, acc_b, KS, BITS)
     if KS > 1:
         acc_a = tl.sum(acc_a, axis=0)
         if PAIR:
@@ -291,6 +307,9 @@ def product(
         acc_a = acc_a * wa[1][:, None]
         if PAIR:
             acc_b = acc_b * wb[1][:, None]
+    if BITS == 4:
+        acc_a = acc_a * 32768.0
+        acc_b = acc_b * 32768.0
     return acc_a, acc_b
 
 

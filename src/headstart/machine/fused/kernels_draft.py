@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import done, load_groups, unpack, wait
+from .kernels_blocks import done, load_groups, unpack, wait, widen
 from .kernels_matmul import stored
 from .plan import Tile, power_of_two
 from .rounding import Matrix
@@ -109,12 +109,13 @@ def _join_kernel(
     at = row.to(tl.int64)[:, None, None] * (K // STORED) + (h[:, None] * (D // STORED) + j[None, :])[None, :, :]
     weights = tl.load(w + at, mask=inside[None, :, :], other=0, eviction_policy="evict_first")
     if BITS == 8:
-        by = tl.load(scales + row)
+        by = tl.load(scales + row) * 64.0
     if BITS == 4:
         g = tl.arange(0, DP // 32)
         group = row.to(tl.int64)[:, None, None] * (K // 32) + (h[:, None] * (D // 32) + g[None, :])[None, :, :]
         by, minimum = load_groups(scales, group, (head[:, None] & (g < D // 32)[None, :])[None, :, :], True)
-    gains = tl.load(gain + row).to(tl.float32)
+    gain_like = tl.load(gain + row)
+    gains = gain_like.to(tl.float32)
     if PDL != 2:
         wait(PDL)
     old = tl.load(residual + n, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -132,11 +133,11 @@ def _join_kernel(
         d = j // 16 * 32 + j % 16
         acc = _dot(low, _joined(part, slot, seen, share, d, D))
         acc += _dot(high, _joined(part, slot, seen, share, d + 16, D))
-    elif BITS == 8:
-        # Whole numbers are exact in bfloat16, and there is a quick way there.
-        acc = _dot(weights.to(residual.dtype.element_ty), _joined(part, slot, seen, share, j, D)) * by
+        acc = acc * 32768.0
     else:
-        acc = _dot(weights, _joined(part, slot, seen, share, j, D))
+        acc = _dot(widen(weights, gain_like, BITS), _joined(part, slot, seen, share, j, D))
+        if BITS == 8:
+            acc = acc * by
     done(PDL)
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)

@@ -172,15 +172,17 @@ def _launch(
     options |= {"num_warps": t.warps} | ({"launch_pdl": True} if pdl else {})
     if t.depth >= inputs:
         return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
-    per = triton.cdiv(tiles, PROGRAMS)
-    stored = w.data.shape[1] * w.data.element_size()
-    height = 2 * t.rows if pair else t.rows
-    ask = min(t.prefetch // height, stored) // 16 * 16
-    options |= {"PER": per, "ASK": ask, "WARPS": t.warps}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
-    stages = fitting_stages(t, height, padded, bits=w.bits, size=x.element_size())
-    return kernels[1][(triton.cdiv(tiles, per),)], options | {"BM": padded, "num_stages": stages, "LATE": late(padded)}
+    together = t.together if padded <= 16 else triton.cdiv(t.together, 2)  # as many sums as there are registers
+    groups = triton.cdiv(tiles, together)
+    per = triton.cdiv(groups, PROGRAMS)
+    height = 2 * t.rows if pair else t.rows
+    ask = min(t.prefetch // (height * together), w.data.shape[1] * w.data.element_size()) // 16 * 16
+    stages = fitting_stages(t, height, together, padded, bits=w.bits, size=x.element_size())
+    options |= {"PER": per, "G": together, "ASK": ask, "WARPS": t.warps, "BM": padded}
+    options |= {"LATE": max(late(padded) // together, 1)}
+    return kernels[1][(triton.cdiv(groups, per),)], options | {"num_stages": stages}
 
 
 def stored(w: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rounding import GROUP, Matrix
+from .rounding import GROUP, MINIMUM_UP, SCALE_UP, Matrix
 
 __all__ = ["spell_out"]
 
@@ -29,14 +29,14 @@ def _bytes_kernel(data, scales, out, inputs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _halves_kernel(data, scales, out, inputs, BLOCK: tl.constexpr):
+def _halves_kernel(data, scales, out, inputs, SCALE_UP: tl.constexpr, MINIMUM_UP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = j < inputs // 2
     q = tl.load(data + row * (inputs // 2) + j, mask=mask, other=0)
     group = scales + (row * (inputs // 32) + j // 16) * 2
-    scale = tl.load(group, mask=mask, other=0.0).to(tl.float32)
-    minimum = tl.load(group + 1, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(group, mask=mask, other=0.0).to(tl.float32) / SCALE_UP
+    minimum = tl.load(group + 1, mask=mask, other=0.0).to(tl.float32) / MINIMUM_UP
     at = out + row * inputs + j // 16 * 32 + j % 16
     kind = out.dtype.element_ty
     tl.store(at, ((q & 15).to(tl.float32) * scale + minimum).to(kind), mask=mask)
@@ -49,7 +49,10 @@ def spell_out(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     assert GROUP == 32
     outputs, inputs = matrix.shape
     out = torch.empty(outputs, inputs, dtype=dtype, device=matrix.data.device)
-    kernel = _bytes_kernel if matrix.bits == 8 else _halves_kernel
     grid = (outputs, triton.cdiv(matrix.data.shape[1], _BLOCK))
-    kernel[grid](matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK)
+    if matrix.bits == 8:
+        _bytes_kernel[grid](matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK)
+    else:
+        ups = {"SCALE_UP": SCALE_UP, "MINIMUM_UP": MINIMUM_UP}
+        _halves_kernel[grid](matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK, **ups)
     return out

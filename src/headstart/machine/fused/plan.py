@@ -48,6 +48,7 @@ class Tile:
     warps: int
     stages: int
     prefetch: int  # bytes of weights a program asks into L2 while the kernel before is still running
+    together: int = 1  # tiles that share a loop step's inputs
 
 
 def tile(
@@ -99,12 +100,14 @@ def late(tokens: int) -> int:
     return 8 if tokens <= 8 else 4
 
 
-def fitting_stages(t: Tile, rows: int, tokens: int, *, bits: int, size: int) -> int:
+def fitting_stages(t: Tile, rows: int, together: int, tokens: int, *, bits: int, size: int) -> int:
     """The tile's stages, or as many as fit into a multiprocessor's shared memory.
 
-    ``rows``: weight rows of a step; ``tokens``: padded; ``size``: bytes of an activation. Stages change no sum.
+    ``rows``: weight rows of a tile, of which ``together`` make a step; ``tokens``: padded; ``size``: bytes of an
+    activation. Stages change no sum.
     """
-    weights = rows * t.depth * (5 if bits == 4 else bits) // 8 if bits < 16 else rows * t.depth * size
+    stored = {4: 5, 8: 8}.get(bits, 8 * size)  # bits a weight, with its share of the scales
+    weights = together * rows * t.depth * stored // 8
     sums = t.slices * rows * tokens * 4
     return max(min(t.stages, 1 + (_SHARED - sums) // (weights + tokens * t.depth * size)), 1)
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "Matrix", "plain", "rounded", "why_not_rounded"]
+__all__ = ["GROUP", "MINIMUM_UP", "SCALE_UP", "Matrix", "plain", "rounded", "why_not_rounded"]
 
 GROUP = 32
+SCALE_UP, MINIMUM_UP = 2.0**118, 2.0**-15  # how scales and minima of 4-bit groups are kept: as the kernels like them
 _ROWS = 4096  # rounded at a time, so that float32 copies stay small
 
 
@@ -56,7 +57,7 @@ class Matrix:
         bytes_ = self.data.view(outputs, inputs // GROUP, 1, GROUP // 2)
         q = torch.cat([bytes_ & 15, bytes_ >> 4], dim=2).view(outputs, inputs // GROUP, GROUP).float()
         scale, minimum = self.scales.float()[..., None].unbind(2)
-        return (q * scale + minimum).view(outputs, inputs).to(dtype)
+        return (q * (scale / SCALE_UP) + minimum / MINIMUM_UP).view(outputs, inputs).to(dtype)
 
 
 def plain(weight: Tensor) -> Matrix:
@@ -86,7 +87,9 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((high - minimum) / 15).to(weight.dtype).float()
     q = ((wide - minimum[..., None]) / scale.clamp_min(1e-30)[..., None]).round().clamp(0, 15).to(torch.uint8)
     packed = q[..., : GROUP // 2] | q[..., GROUP // 2 :] << 4
-    return packed.view(outputs, inputs // 2), torch.stack([scale, minimum], dim=2).to(weight.dtype)
+    return packed.view(outputs, inputs // 2), torch.stack([scale * SCALE_UP, minimum * MINIMUM_UP], dim=2).to(
+        weight.dtype
+    )
 
 
 def why_not_rounded(config: Any, kind: str) -> str | None:
