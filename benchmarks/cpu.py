@@ -15,6 +15,7 @@ import argparse
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -137,10 +138,14 @@ def widths(llm: LLM, context: int = 200, repeats: int = 15) -> dict[str, Any]:
     }
 
 
-def timed(llm: LLM, **params: Any) -> Timed:
-    """Ours for the race with other engines: exactly so many tokens, and when the first of them came."""
+def timed(llm: LLM, count: Counter[str] | None = None, **params: Any) -> Timed:
+    """Ours for the race with other engines: exactly so many tokens, and when the first of them came.
+
+    ``count``: where these runs' own tokens and rounds are added up.
+    """
 
     def run(ids: list[int], tokens: int) -> Run:
+        before = llm.stats.tokens, llm.stats.row_rounds
         slab = llm.engine.parts.runner.slab
         for row in range(slab.rows):
             slab.truncate(row, 0)
@@ -152,7 +157,10 @@ def timed(llm: LLM, **params: Any) -> Timed:
             first = first or time.perf_counter()
             if piece.token_id is not None:
                 found.append(piece.token_id)
-        return Run(found, time.perf_counter() - started, first - started)
+        seconds = time.perf_counter() - started
+        if count is not None:
+            count.update(tokens=llm.stats.tokens - before[0], rounds=llm.stats.row_rounds - before[1])
+        return Run(found, seconds, first - started)
 
     return run
 
@@ -190,11 +198,11 @@ def against_peers(
     A prompt's answer is as long as our own plain answer to it, at most ``--tokens``; nobody may stop earlier.
     """
     llm = LLM(embedded_folder(), max_rows=1)
-    plain = timed(llm, speculate=False)
+    plain, drafted = timed(llm, speculate=False), Counter[str]()
     peers, missing = open_peers(arguments.peers_python, arguments.threads)
     systems: dict[str, Timed] = {
         "headstart plain": plain,
-        f"headstart {llm.drafter_name}": timed(llm),
+        f"headstart {llm.drafter_name}": timed(llm, drafted),
         "HF float32": timed_hugging_face(theirs),
         **peers,
     }
@@ -218,7 +226,7 @@ def against_peers(
     for peer in peers.values():
         peer.close()
     over = {ours: speeds(runs, ours) for ours in ("headstart plain", f"headstart {llm.drafter_name}")}
-    keep(about | {"speed_over": over, "acceptance_length": llm.stats.acceptance_length})
+    keep(about | {"speed_over": over, "acceptance_length": drafted["tokens"] / drafted["rounds"]})
     for ours, table in over.items():
         shown = Table(title=f"{ours}: its speed over the others' (decoding)", title_justify="left")
         for column in ("system", *KINDS, "geo. mean", "with prompt", "tok/s"):
@@ -280,7 +288,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["plain", "default", "lookup", "batch", "draft"])
     parser.add_argument("--peers-python", default=sys.executable, help="the python that has the other engines")
-    parser.add_argument("--hf-prompts", type=int, default=2, help="of each kind, beside the other engines")
+    parser.add_argument("--hf-prompts", type=int, default=5, help="of each kind, beside the other engines")
     parser.add_argument("--out", default="cpu.json")
     parser.add_argument("--peers-out", default="cpu-peers.json")
     arguments = parser.parse_args()

@@ -364,17 +364,17 @@ def todo(bench: Bench) -> dict[str, Callable[[], Any]]:
         "sampled_8": lambda: bench.speculative(8, **SAMPLED),
         "overlap_8": lambda: bench.overlapped(8),
         "tie_check": bench.tie_check,
+        "hf_eager": lambda: hugging_face(bench.target, few, 48),
+        "hf_assisted_8": lambda: hugging_face(
+            bench.target, few, 64, assistant_model=bench.small, num_assistant_tokens=8
+        ),
+        "hf_prompt_lookup": lambda: hugging_face(bench.target, few, 64, prompt_lookup_num_tokens=8),
         "cut_draft_5": lambda: bench.cut_draft(5),
         "batch_8": lambda: bench.batch(8),
         "batch_32": lambda: bench.batch(32),
         "long_context": bench.long_context,
         "lookup": bench.lookup,
         "adaptive": bench.adaptive,
-        "hf_eager": lambda: hugging_face(bench.target, few, 48),
-        "hf_assisted_8": lambda: hugging_face(
-            bench.target, few, 64, assistant_model=bench.small, num_assistant_tokens=8
-        ),
-        "hf_prompt_lookup": lambda: hugging_face(bench.target, few, 64, prompt_lookup_num_tokens=8),
         "modules": lambda: bench.modules(8),
         "hf_static_compiled": lambda: hugging_face(bench.target, few[:1], 256, warm=64, cache_implementation="static"),
     }

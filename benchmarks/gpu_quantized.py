@@ -195,9 +195,8 @@ class Bench:
 def todo(bench: Bench) -> dict[str, Callable[[], Any]]:
     parts: dict[str, Callable[[], Any]] = {f"small {name(kind)}": (lambda k=kind: bench.alone(k)) for kind in KINDS}
     parts["grow"] = bench.grow
-    pairs = [(None, None), (None, "int8"), ("int8", "int8"), ("int4", "int8"), ("int8", None)]
-    for kind, draft_kind in pairs:
-        whole = (kind, draft_kind) in ((None, None), ("int8", "int8"), ("int4", "int8"))
+    for kind, draft_kind in [("int8", None), ("int4", None), (None, None), (None, "int8"), ("int8", "int8")]:
+        whole = draft_kind is None
         parts[f"big {name(kind)}, draft {name(draft_kind)}"] = lambda k=kind, d=draft_kind, w=whole: bench.pair(
             k, d, whole=w
         )

@@ -4,7 +4,9 @@ what else is computed beside it."""
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +283,8 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    with pytest.raises(OSError, match=r"no C\+\+ compiler.*headstart\[compiler\]"):
         build.compiled("native")
     broken = tmp_path / "c++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho out of order >&2\nexit 1\n')
@@ -290,3 +293,28 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(OSError, match="out of order"):
         build.compiled("native")
     assert not list((tmp_path / "kernels").iterdir())
+
+
+def test_which_compiler_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one that is named, the system's, or the one that pip can install."""
+    own = tmp_path / "clang++"
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "find_spec", lambda name: name == "ziglang" or None)
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert build._compiler() == ["ccache", "g++"]
+    monkeypatch.delenv("CXX")
+    assert build._compiler() == [str(own)]
+    own.unlink()
+    assert build._compiler() == [sys.executable, "-m", "ziglang", "c++"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="ziglang is not installed")
+def test_ziglang_compiles_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "COMPILERS", ())
+    library = ctypes.CDLL(str(build.compiled("native")))
+    assert library.hs_forward

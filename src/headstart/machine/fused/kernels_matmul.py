@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import kernels_stream as stream
 from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, store_heads, wait
-from .plan import PROGRAMS, Tile, fitting_stages, late, power_of_two
+from .plan import LATE, PROGRAMS, Tile, fitting_stages, power_of_two
 from .rounding import Matrix
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows", "stored"]
@@ -181,7 +181,7 @@ def _launch(
     ask = min(t.prefetch // (height * together), w.data.shape[1] * w.data.element_size()) // 16 * 16
     stages = fitting_stages(t, height, together, padded, bits=w.bits, size=x.element_size())
     options |= {"PER": per, "G": together, "ASK": ask, "WARPS": t.warps, "BM": padded}
-    options |= {"LATE": max(late(padded) // together, 1)}
+    options |= {"LATE": max(LATE // together, 1)}
     return kernels[1][(triton.cdiv(groups, per),)], options | {"num_stages": stages}
 
 

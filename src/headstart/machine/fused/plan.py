@@ -15,12 +15,12 @@ import torch
 __all__ = [
     "ALONE_CHUNK",
     "ALONE_SPLITS",
+    "LATE",
     "PROGRAMS",
     "AttentionTile",
     "Tile",
     "attention_tile",
     "fitting_stages",
-    "late",
     "power_of_two",
     "tile",
 ]
@@ -28,6 +28,7 @@ __all__ = [
 
 PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
 
+LATE = 4  # loop steps before its end at which a streaming kernel lets the next one start
 _SHARED = 227 * 1024  # bytes of shared memory that a program can have
 ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
 ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
@@ -86,18 +87,14 @@ def tile(
         rows //= 2
     small = (2 * rows if pair else rows) <= 16
     # Two kernels on one multiprocessor slow each other down, so a tile's stages take about half of its memory.
-    if bits == 4:  # unpacking is work: eight warps share it
-        return Tile(rows=rows, depth=1024, slices=8, warps=8, stages=5 if small else 4, prefetch=32768)
-    if bits == 8:
-        return Tile(rows=rows, depth=512, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
+    if bits < 16:
+        # Rounded weights are few bytes beside their inputs: long steps, and where tiles are small several share them.
+        together = min(-(-outputs // (2 * rows if pair else rows) // PROGRAMS) or 1, 3) if small else 1
+        depth, stages = (512, 5) if small and bits == 8 else (1024, 4 if bits == 8 or together > 1 else 5)
+        return Tile(rows=rows, depth=depth, slices=4, warps=4, stages=stages, prefetch=32768, together=together)
     if not pair and outputs * inputs <= 1 << 25:  # a program has one short tile: more and smaller steps
         return Tile(rows=rows, depth=256, slices=4, warps=4, stages=8 if small else 6, prefetch=32768)
     return Tile(rows=rows, depth=512, slices=4, warps=4, stages=6 if small else 4, prefetch=32768)
-
-
-def late(tokens: int) -> int:
-    """Loop steps before its end at which a streaming kernel lets the next one start. ``tokens``: padded."""
-    return 8 if tokens <= 8 else 4
 
 
 def fitting_stages(t: Tile, rows: int, together: int, tokens: int, *, bits: int, size: int) -> int:
