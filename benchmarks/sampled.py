@@ -8,7 +8,7 @@ is the median over prompts of the ratio of seconds a token, from the second toke
 must be those of plain decoding with the same seed, which is counted. Nothing else may run meanwhile.
 
 A shared machine's moods outlast a run of half a second, so there is a second figure, "steady": the same rounds, each at
-the median time of all rounds with as many drafted tokens under the same settings.
+what such a round (as many drafted tokens, the same settings) takes undisturbed: the lower quartile over all prompts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def steady(raw: dict[str, list[dict[str, Any]]]) -> None:
         for name, rounds in entry["rounds"].items():
             for drafted, _, seconds in rounds:
                 seen.setdefault((name, drafted), []).append(seconds)
-    usual = {key: median(found) for key, found in seen.items()}
+    usual = {key: sorted(found)[len(found) // 4] for key, found in seen.items()}
     for entry in entries:
         entry["steady_seconds_a_token"] = {
             name: sum(usual[name, drafted] for drafted, _, _ in rounds) / sum(emitted for _, emitted, _ in rounds)
