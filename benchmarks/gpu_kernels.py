@@ -9,7 +9,6 @@ Every time is the median of replays of a captured CUDA graph that walks over mor
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import time
@@ -20,16 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.lab.grow import SHAPES, Shape, grow
-from headstart.machine import fused
+from headstart.lab.grow import SHAPES, Shape
 from headstart.machine.fused import kernels_matmul as km
 from headstart.machine.fused import kernels_sampling as ks
-from headstart.machine.fused import model as fused_model
 from headstart.machine.fused.kernels_attention import attend
-from headstart.machine.fused.lower import lower
-from headstart.machine.fused.model import FusedModel
 from headstart.machine.fused.plan import AttentionTile, Tile, tile
 from headstart.machine.fused.rounding import plain
 from headstart.maths import noise as draws
@@ -40,7 +34,6 @@ VOCAB = 49152
 BF16 = torch.bfloat16
 EPS = 1e-5
 RESULT: dict[str, Any] = {}
-SWEEP = False
 BANDWIDTH = 4.18e12  # bytes a second; replaced by what ``bandwidth`` measures
 
 
@@ -225,136 +218,6 @@ def matmul() -> dict[str, Any]:
     return found
 
 
-BIG = [
-    Tile(*numbers)
-    for numbers in (
-        (16, 256, 4, 4, 4, 0),
-        (16, 256, 4, 4, 6, 0),
-        (16, 512, 4, 4, 3, 0),
-        (32, 256, 4, 4, 3, 0),
-        (32, 256, 4, 4, 4, 0),
-        (32, 128, 2, 2, 6, 0),
-        (16, 256, 2, 2, 6, 0),
-        (16, 512, 8, 8, 3, 0),
-        (16, 256, 1, 4, 4, 0),
-        (32, 128, 1, 4, 6, 0),
-        (32, 256, 1, 4, 4, 0),
-        (64, 128, 1, 4, 4, 0),
-        (64, 64, 1, 4, 8, 0),
-        (32, 256, 1, 8, 4, 0),
-        (64, 128, 1, 8, 4, 0),
-        (16, 256, 4, 4, 4, 1024),
-        (16, 256, 4, 4, 4, 4096),
-        (32, 256, 4, 4, 4, 1024),
-        (32, 256, 4, 4, 4, 4096),
-    )
-]
-TINY = [
-    Tile(rows, 0, 0, warps, 1, 0) for rows, warps in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))
-]
-HEAD = [
-    Tile(*numbers)
-    for numbers in (
-        (16, 1024, 4, 4, 1, 0),
-        (32, 64, 1, 4, 8, 0),
-        (64, 64, 1, 4, 8, 0),
-        (32, 128, 2, 4, 5, 0),
-        (8, 1024, 0, 4, 1, 0),
-        (8, 1024, 0, 2, 1, 0),
-        (4, 1024, 0, 2, 1, 0),
-        (4, 1024, 0, 1, 1, 0),
-        (16, 1024, 0, 8, 1, 0),
-    )
-]
-
-
-def candidates(size: str, kind: str, rows: int) -> list[Tile]:
-    _, k = matrices(size)[kind]
-    if size == "135m" and kind == "head":
-        return [t for t in HEAD if t.slices or rows == 1]
-    if size == "135m":
-        deep = 1024 if k < 1024 else 2048
-        if rows == 1:
-            return [dataclasses.replace(t, depth=deep) for t in TINY]
-        return [Tile(16, deep, w, w, 1, 0) for w in (4, 8)] + [Tile(16, 128, 2, 2, 5, 0), Tile(16, 64, 1, 4, 9, 0)]
-    return BIG
-
-
-Job = tuple[str, tuple[Any, ...]]
-
-
-def compile_jobs(jobs: list[Job]) -> None:
-    """Compile these kernels into Triton's cache on disk (in a process of its own)."""
-    for kind, arguments in jobs:
-        try:
-            if kind == "chain":
-                *what, t = arguments
-                Chain(*what, copies=1).launch(t)
-            elif kind == "attention":
-                *what, config = arguments
-                chain = Attention(*what)
-                chain.caches = chain.caches[:1]
-                chain.launch(*config)
-            else:
-                size, rows, width, context = arguments
-                s = dataclasses.replace(SIZES[size], layers=2)
-                fast = fused.fuse(
-                    llama(s, BF16), rows=32, capacity=8448 if size == "8b" else 1152, draft=size == "135m"
-                )
-                tokens = torch.zeros(rows, width, device="cuda", dtype=torch.int64)
-                fast.forward(tokens, torch.zeros(rows, device="cuda", dtype=torch.int32), bound=context + 64)
-        except Exception as error:
-            say(f"does not compile: {kind} {arguments}: {str(error)[:150]}")
-    torch.cuda.synchronize()
-
-
-SWEPT = [
-    (size, kind, rows) for size in ("8b", "135m") for kind in ("qkv", "o", "gate_up", "down", "head") for rows in (1, 9)
-]
-
-
-def warm() -> dict[str, Any]:
-    """Compile everything the other parts need, on all cores."""
-    jobs: list[Job] = [("chain", (*w, t)) for w in SWEPT for t in candidates(*w)] if SWEEP else []
-    jobs += [
-        ("chain", (size, kind, rows, plan_of(size, kind, rows)))
-        for size in ("8b", "135m")
-        for kind in matrices(size)
-        for rows in (1, 9, 32)
-    ]
-    if SWEEP:
-        jobs += [("attention", (*case, config)) for case in ATTENTION_CASES for config in ATTENTION[case[0]]]
-    jobs += [("step", (size, *case)) for size, cases in STEPS.items() for case in cases]
-    processes = 15
-    context = torch.multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_jobs, args=(jobs[i::processes],)) for i in range(processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return {"kernels": len(jobs)}
-
-
-def sweep() -> dict[str, Any]:
-    """Which tile is fastest for each matrix, with 1 and 9 rows."""
-    found: dict[str, Any] = {}
-    for size, kind, rows in SWEPT:
-        chain = Chain(size, kind, rows)
-        times = []
-        for t in candidates(size, kind, rows):
-            try:
-                times.append((chain.time(t) * 1e6, t))
-            except Exception as error:
-                say(f"{size} {kind} {rows} {t}: {str(error)[:100]}")
-        times.sort(key=lambda pair: pair[0])
-        found[f"{size} {kind} {rows}"] = [(round(us, 2), dataclasses.astuple(t)) for us, t in times]
-        floor = chain.bytes / BANDWIDTH * 1e6
-        best = "  ".join(f"{us:.2f} {dataclasses.astuple(t)}" for us, t in times[:4])
-        say(f"{size} {kind} rows {rows} floor {floor:.1f}: {best}")
-        del chain
-    return found
-
-
 ATTENTION = {
     "8b": (
         (512, 64, 4, 3, 16, 0),
@@ -423,123 +286,6 @@ def attention() -> dict[str, Any]:
     return found
 
 
-# -- whole steps ------------------------------------------------------------------------------------------------------
-
-
-def llama(s: Shape, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A model of this shape with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=s.hidden,
-        intermediate_size=s.ffn,
-        num_hidden_layers=s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        tie_word_embeddings=True,
-        max_position_embeddings=16384,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-    )
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    return model
-
-
-def step_times(model: FusedModel, name: str, cases: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """ms of one captured forward; a case is (rows, tokens a row, context)."""
-    found: dict[str, Any] = {}
-    w = model.weights
-    for rows, width, context in cases:
-        tokens = torch.randint(0, VOCAB, (rows, width), device="cuda")
-        lengths = torch.full((rows,), context, device="cuda", dtype=torch.int32)
-        ms = seconds(lambda: model.forward(tokens, lengths, bound=context + 64)) * 1000  # noqa: B023
-        keys = 4 * rows * context * w.kv_heads * w.head_dim * len(w.layers)
-        floor = (w.step_bytes + keys) / BANDWIDTH * 1000
-        found[f"{rows}x{width} @{context}"] = {"ms": ms, "floor_ms": floor, "share": floor / ms}
-        say(f"{name} {rows} x {width} at {context}: {ms:.4f} ms, floor {floor:.4f}, {floor / ms:.1%}")
-    return found
-
-
-def without(model: FusedModel, name: str) -> dict[str, float]:
-    """How much shorter a step gets when one kind of kernel is left out (the results are then wrong, of course)."""
-    tokens = torch.zeros(1, 1, device="cuda", dtype=torch.int64)
-    lengths = torch.full((1,), 256, device="cuda", dtype=torch.int32)
-
-    def step() -> None:
-        model.forward(tokens, lengths, bound=320)
-
-    whole = seconds(step)
-    found = {"whole": whole * 1e6}
-    for part in (
-        "matmul_rotary", "attend", "attend_alone", "join_residual", "matmul_swiglu", "matmul_residual", "matmul",
-    ):  # fmt: skip
-        real = getattr(fused_model, part)
-        setattr(fused_model, part, lambda *a, **k: None)
-        found[part] = (whole - seconds(step)) * 1e6 / (1 if part == "matmul" else len(model.weights.layers))
-        setattr(fused_model, part, real)
-    say(f"{name}: " + "  ".join(f"{k}: {v:.2f} us" for k, v in found.items()))
-    return found
-
-
-def errors(model: LlamaForCausalLM, fast: FusedModel) -> dict[str, float]:
-    """Fused and HF logits in bfloat16 against float32, and whether one token alone equals it among nine to the bit."""
-    tokens = torch.randint(0, VOCAB, (1, 200), device="cuda")
-    start = torch.zeros(1, device="cuda", dtype=torch.int32)
-    with torch.inference_mode():
-        hf = model(tokens).logits[0, 180:189].float()
-    fast.forward(tokens[:, :180], start, keep=0)
-    together = fast.forward(tokens[:, 180:189], start + 180)[0]
-    alone = torch.cat([fast.forward(tokens[:, 180 + i : 181 + i], start + 180 + i)[0] for i in range(9)])
-    with torch.inference_mode():
-        exact = model.float()(tokens).logits[0, 180:189] if model.num_parameters() < 1e9 else hf
-    model.to(BF16)
-
-    found = {
-        "hf": gap(hf, exact),
-        "fused 9": gap(together, exact),
-        "fused 1": gap(alone, exact),
-        "bits differ": float((alone != together).sum()),
-        "argmax agrees": float((together.argmax(-1) == hf.argmax(-1)).float().mean()),
-    }
-    say("  ".join(f"{k}: {v:.3g}" for k, v in found.items()))
-    return found
-
-
-CASES = [(1, 1, 256), (1, 9, 256), (8, 4, 256), (32, 1, 256)]
-STEPS = {"135m": [*CASES, (1, 2, 256), (8, 1, 256), (1, 1, 1000)], "8b": [*CASES, (1, 1, 8192), (1, 9, 8192)]}
-
-
-def steps_small() -> dict[str, Any]:
-    model = llama(SMOL, BF16)
-    fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
-    found: dict[str, Any] = {"errors": errors(model, fast)}
-    model = llama(SMOL, BF16)
-    fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
-    found["steps"] = step_times(fast, "135m", STEPS["135m"])
-    found["without"] = without(fast, "135m")
-    return found
-
-
-def steps_big() -> dict[str, Any]:
-    started = time.time()
-    small = llama(SMOL, torch.float32)
-    model = grow(small, "llama-3-8b", dtype=BF16)
-    torch.cuda.synchronize()
-    found: dict[str, Any] = {"grow_s": time.time() - started}
-    started = time.time()
-    fast = FusedModel(lower(model), lower(model).buffers(32, 8448))
-    torch.cuda.synchronize()
-    found["lower_s"] = time.time() - started
-    size = fast.weights.step_bytes / 1e9
-    say(f"grown in {found['grow_s']:.1f} s, lowered in {found['lower_s']:.1f} s, {size:.2f} GB a step")
-    found["steps"] = step_times(fast, "8b", STEPS["8b"])
-    found["errors"] = errors(model, fast)
-    return found
-
-
 def sampling() -> dict[str, Any]:
     """us of one distribution, race and argmax, beside torch's; rows x nodes of one vocabulary."""
     found: dict[str, Any] = {}
@@ -570,23 +316,17 @@ def sampling() -> dict[str, Any]:
 PARTS = {
     "check": check,
     "sampling": sampling,
-    "warm": warm,
     "bandwidth": bandwidth,
     "matmul": matmul,
     "attention": attention,
-    "steps_small": steps_small,
-    "steps_big": steps_big,
-    "sweep": sweep,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", default="warm,check,bandwidth,matmul,attention,steps_small,steps_big")
+    parser.add_argument("--only", default="check,bandwidth,matmul,attention,sampling")
     options = parser.parse_args()
-    global SWEEP
-    SWEEP = "sweep" in options.only
     for name in options.only.split(","):
         started = time.time()
         say(f"== {name}")

@@ -133,7 +133,7 @@ class TwoMinds:
 
 
 class _Costs:
-    """Seconds a target forward takes, by (rows, width), measured as it goes: the median of the last few.
+    """Seconds a round takes without drafting, by (rows, width), measured as it goes: the median of the last few.
 
     A measurement is forgotten after a while, so that one taken in a bad moment does not rule a width out for good.
     """
@@ -205,12 +205,13 @@ class AdaptiveController:
     """Drafts as far as it pays, by measured costs and measured acceptance.
 
     Expected tokens of a round with draft length g: tau(g) = 1 + sum_i A_i, A_i the chance that the first i guesses
-    all hold. Seconds: g draft steps, one forward g + 1 wide, and the rest of the round. The round's width is
+    all hold. Seconds: a draft of g tokens, and what a round g + 1 wide takes besides. The round's width is
     chosen for all its rows together, since they share the forward. Acceptance is kept by the guess's ``strength``
     for everyone, and by sequence, because texts differ more than drafts do.
     """
 
     PROBE_EVERY = 24  # rounds without a draft before a sequence gets to try again
+    WORTH_IT = 1.03  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
     OWN_WEIGHT = 6.0  # how many shared tries count as much as one sequence's own record
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
@@ -219,7 +220,6 @@ class AdaptiveController:
         self.ends_itself = ends_itself
         self._costs = _Costs()
         self._drafting = DraftSeconds()
-        self._overhead: deque[float] = deque(maxlen=15)
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
         self._rows = 1
         self._shared: dict[int, _Hits] = {}
@@ -258,7 +258,8 @@ class AdaptiveController:
             return
         first = rounds[0]
         if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
-            self._costs.add(first.rows, first.width, first.verify_seconds)
+            # All but the drafting: judging and committing a longer draft takes longer, too.
+            self._costs.add(first.rows, first.width, first.round_seconds - first.draft_seconds * (first.width > 1))
             self._pace.append((sum(r.emitted for r in rounds), first.round_seconds))
             self._rows = first.rows
         paid = [r for r in rounds if r.drafted and r.strength == 0]
@@ -266,7 +267,6 @@ class AdaptiveController:
         # that is no draft step.
         if paid and all(r.sequence in self._awake for r in paid):
             self._drafting.add(max(r.drafted for r in paid), first.draft_seconds)
-        self._overhead.append(max(0.0, first.round_seconds - first.verify_seconds - first.draft_seconds))
         for r in rounds:
             self._idle[r.sequence] = 0 if r.drafted else self._idle.get(r.sequence, 0) + 1
             (self._awake.add if r.drafted and r.strength == 0 else self._awake.discard)(r.sequence)
@@ -341,17 +341,16 @@ class AdaptiveController:
         table = self._costs.table(rows)
         if not table:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        rest = median(self._overhead) if self._overhead else 0.0
         best, best_speed, plain_speed = 0, 0.0, 0.0
         emitted = float(rows)
         for gamma, forward in enumerate(_by_width(table, longest + 1)):
             if gamma:
                 emitted += sum(c[gamma - 1] for c in chances if len(c) >= gamma)
             drafting = start + gamma * step if gamma else 0.0
-            speed = emitted / max(forward + drafting + rest, 1e-9)
+            speed = emitted / max(forward + drafting, 1e-9)
             if gamma == 0:
                 plain_speed = speed
-            if speed > best_speed:
+            if speed > (best_speed if best else best_speed * self.WORTH_IT):
                 best, best_speed = gamma, speed
         self._reason = None
         if best == 0 and longest:

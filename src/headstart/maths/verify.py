@@ -219,6 +219,8 @@ def _verdicts(state: _Draft, last: Tensor, topology: Topology, chance: Chance) -
 def _path(last: Tensor, topology: Topology) -> tuple[Tensor, Tensor]:
     """The nodes from the root (left out) down to the last one, in order: last [R] -> [R, N+1], and how many [R]."""
     node = torch.arange(topology.width, device=last.device)
+    if topology.is_chain:
+        return torch.where(node < last.unsqueeze(1), node + 1, 0), last
     on_it = _at(topology.ancestors, last) & (node > 0)
     # A node of depth d goes to place d - 1; the others write a 0 to the last place, for which no path is long enough.
     place = torch.where(on_it, topology.depth - 1, topology.width - 1)
