@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from common import machine
-from gpu import bandwidth, log, speed
+from gpu_common import bandwidth, log, speed
 from torch.nn.functional import cross_entropy
 
 from headstart import LLM, SamplingParams

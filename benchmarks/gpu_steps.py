@@ -3,7 +3,7 @@
     PYTHONPATH=src:benchmarks python benchmarks/gpu_steps.py [--out FOLDER] [--only small,big,tiles]
 
 Times are medians of replays of a captured step. ``tiles`` tries other tiles for one matrix after another in a whole 8B
-step, for 1, 9 and 32 tokens: a kernel that is fastest alone need not be fastest where the next one starts before it ends.
+step, for 1, 9 and 32 tokens: what is fastest alone need not be so where the next kernel starts before its end.
 """
 
 from __future__ import annotations
