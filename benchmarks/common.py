@@ -1,4 +1,4 @@
-"""What the benchmarks share: prompts, medians, the machine, and where results go.
+"""What the benchmarks share: prompts, medians, Hugging Face's answers, the machine, and where results go.
 
 Knows: how a run is described and stored. Does not know: what is measured.
 """
@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def greedy(model: Any, ids: list[int], tokens: int, **options: Any) -> list[int]:
+    """Hugging Face's own greedy answer to one prompt."""
+    batch = torch.tensor([ids], device=model.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=False,
+            max_new_tokens=tokens,
+            pad_token_id=0,
+            **options,
+        )
+    answer: list[int] = out[0, len(ids) :].tolist()
+    return answer
 
 
 def machine() -> dict[str, Any]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import KINDS, geometric_mean, machine, median, prompts, save
+from common import KINDS, geometric_mean, greedy, machine, median, prompts, save
 from peers import Run, open_peers, race, speeds
 from peers import System as Timed
 from rich.console import Console
@@ -38,19 +37,8 @@ System = Callable[[list[int], int], tuple[list[int], float]]  # (prompt ids, tok
 
 def hugging_face(model: PreTrainedModel, **options: Any) -> System:
     def run(ids: list[int], tokens: int) -> tuple[list[int], float]:
-        batch = torch.tensor([ids])
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            out = model.generate(
-                batch,
-                attention_mask=torch.ones_like(batch),
-                do_sample=False,
-                max_new_tokens=tokens,
-                pad_token_id=0,
-                **options,
-            )
-        return out[0, len(ids) :].tolist(), time.perf_counter() - started
+        return greedy(model, ids, tokens, **options), time.perf_counter() - started
 
     return run
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from typing import Any
 
 import torch
-from common import median
+from common import greedy, median
 
 from headstart import LLM, SamplingParams
 from headstart.controller import FixedController
@@ -139,21 +138,9 @@ def hugging_face(model: Any, ids: list[list[int]], tokens: int, warm: int = 8, *
     times = []
     for at, line in enumerate([ids[0], *ids]):
         wanted = tokens if at else warm
-        batch = torch.tensor([line], device="cuda")
         torch.cuda.synchronize()
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            out = model.generate(
-                batch,
-                attention_mask=torch.ones_like(batch),
-                do_sample=False,
-                max_new_tokens=wanted,
-                min_new_tokens=wanted,
-                pad_token_id=0,
-                **options,
-            )
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started, out.shape[1] - len(line)))
+        answer = greedy(model, line, wanted, min_new_tokens=wanted, **options)
+        times.append((time.perf_counter() - started, len(answer)))
     seconds, count = (sum(column) for column in zip(*times[1:], strict=True))  # the first is the warm-up
     return {"tokens_per_second": count / seconds, "prompts": len(ids), "tokens": tokens, "warm_seconds": times[0][0]}

@@ -73,6 +73,7 @@ def load_target(
         return ready
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
     ours = isinstance(source, (str, Path))
+    # Asked again: only now a model from the hub has all its files here.
     place = _place(source, kind, dtype, revision, placement) if tokenizer is None else None
     return Opened(loaded, kind, ours=ours, place=place)
 

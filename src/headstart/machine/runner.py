@@ -25,7 +25,7 @@ from ..maths.tree import Topology
 from .attention import lend, wants_grouped
 from .kvcache import MARGIN, Slab
 from .packing import lend_packed, pack
-from .watch import Watch
+from .watch import Watch, newly_watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -247,12 +247,10 @@ class EagerRunner:
 
         They are stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry them along.
         """
-        if self._watch is not None and self._watch.layers == tuple(layers):
-            return
-        if self._watch is not None:
-            raise ValueError(f"this runner already watches layers {self._watch.layers}")
-        self.slab.start_features()
-        self._watch = Watch(self.model, layers)
+        wanted = newly_watched(layers, self._watch.layers if self._watch is not None else ())
+        if wanted is not None:
+            self.slab.start_features()
+            self._watch = Watch(self.model, wanted)
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
         """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""

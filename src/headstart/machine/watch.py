@@ -18,7 +18,7 @@ from ..errors import InvalidParameter, ModelRefused
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Watch", "decoder_layers"]
+__all__ = ["Watch", "check_layers", "decoder_layers", "newly_watched"]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -33,14 +33,27 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Refuse layers that a stack of ``count`` does not have, and none at all."""
+    if not layers or not all(0 <= layer < count for layer in layers):
+        raise InvalidParameter("layers", f"must lie in 0 .. {count - 1}, not {list(layers)}")
+
+
+def newly_watched(layers: Sequence[int], watched: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The layers that a runner is to watch from now on; None if it does. It cannot change what it watches."""
+    wanted = tuple(layers)
+    if watched and watched != wanted:
+        raise ValueError(f"this runner already watches layers {watched}")
+    return None if watched == wanted else wanted
+
+
 class Watch:
     """Listens to the outputs of some decoder layers (0 is the first); side by side they are a token's *features*."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         stack = decoder_layers(model)
         self.layers = tuple(layers)
-        if not self.layers or not all(0 <= layer < len(stack) for layer in self.layers):
-            raise InvalidParameter("layers", f"must lie in 0 .. {len(stack) - 1}, not {list(self.layers)}")
+        check_layers(self.layers, len(stack))
         self._caught: dict[int, Tensor] = {}
         self._hooks = [stack[layer].register_forward_hook(partial(self._catch, layer)) for layer in set(self.layers)]
 

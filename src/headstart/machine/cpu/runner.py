@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...errors import InvalidParameter, ModelRefused
+from ...errors import ModelRefused
 from ...maths.inner import Inner
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
 from ..runner import check_rows, read_in
+from ..watch import check_layers, newly_watched
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace
 from .packed import Packed
@@ -171,13 +172,10 @@ class CpuRunner:
 
         They are stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry them along.
         """
-        wanted, plan = tuple(layers), self.packed.plan
-        if self._watched == wanted:
+        wanted, plan = newly_watched(layers, self._watched), self.packed.plan
+        if wanted is None:
             return
-        if self._watched:
-            raise ValueError(f"this runner already watches layers {self._watched}")
-        if not wanted or not all(0 <= layer < plan.layers for layer in wanted):
-            raise InvalidParameter("layers", f"must lie in 0 .. {plan.layers - 1}, not {list(wanted)}")
+        check_layers(wanted, plan.layers)
         features = self.slab.add_features(torch.empty(1, 1, 1, len(wanted) * plan.hidden))
         self._watched = wanted
         self._watch_numbers = (ctypes.c_int32 * len(wanted))(*wanted)

@@ -2,8 +2,8 @@
 
 Knows: what was measured to be fast on a Hopper GPU for each size of matrix. Does not know: any kernel.
 
-A tile never depends on how many rows (tokens) a step has, so that a row's sums are added in the same order whether
-it is decoded alone or verified with eight others: speculative and plain decoding then agree bit for bit.
+A tile is the same for all steps of up to 16 rows (tokens), so that a row's sums are added in the same order whether it
+is decoded alone or verified with eight others: speculative and plain decoding then agree bit for bit.
 """
 
 from __future__ import annotations

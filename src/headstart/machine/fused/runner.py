@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import InvalidParameter
 from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..runner import EagerRunner
+from ..watch import check_layers, newly_watched
 from .ahead import prepare
 from .lower import lower
 from .model import FusedModel
@@ -57,13 +57,10 @@ class FusedRunner(EagerRunner):
     def watch(self, layers: Sequence[int]) -> None:
         """See ``EagerRunner.watch``."""
         assert self.fused is not None
-        wanted, count = tuple(layers), len(self.fused.weights.layers)
-        if self._watched == wanted:
+        wanted = newly_watched(layers, self._watched)
+        if wanted is None:
             return
-        if self._watched:
-            raise ValueError(f"this runner already watches layers {self._watched}")
-        if not wanted or not all(0 <= layer < count for layer in wanted):
-            raise InvalidParameter("layers", f"must lie in 0 .. {count - 1}, not {list(wanted)}")
+        check_layers(wanted, len(self.fused.weights.layers))
         width = len(wanted) * self.fused.weights.hidden
         features = self.slab.add_features(
             torch.empty(1, 1, 1, width, device=self.device, dtype=self.fused.weights.dtype)
