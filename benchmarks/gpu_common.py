@@ -126,6 +126,7 @@ def speed(
         "conditional_acceptance": [hit / n for hit, n in zip(held, asked, strict=True) if n],
         "round_ms": 1e3 * mean(seconds),
         "round_ms_median": 1e3 * median(seconds),
+        "slowest_rounds_ms": sorted((round(1e3 * s, 3) for s in seconds), reverse=True)[:6],
         "verify_ms": 1e3 * mean([r.verify_seconds for r in firsts]),
         "draft_step_ms": 1e3 * mean([r.draft_seconds / r.drafted for r in firsts if r.drafted]) if drafted else None,
         "neither_forward": 1 - forward / sum(seconds),

@@ -28,6 +28,12 @@ from headstart.engine.overlap import OverlappedRounds
 from headstart.engine.programs import Shape
 from headstart.machine.graphs import Recording
 from headstart.machine.runner import EagerRunner
+from headstart.maths.chance import CounterChance
+from headstart.maths.distribution import probabilities
+from headstart.maths.inner import PLAIN, Inner
+from headstart.maths.noise import race
+from headstart.maths.tree import Topology
+from headstart.maths.verify import chain_rules
 from headstart.testing import TINY_VOCABULARY, TableRunner, tiny_model
 from headstart.types import Completion, Request
 
@@ -54,6 +60,7 @@ def engine(
     overlap: bool = False,
     architecture: str = "llama",
     share: float = 0.15,
+    inner: Inner = PLAIN,
 ) -> Engine:
     target = EagerRunner(tiny_model(architecture), rows=rows, max_len=96, margin=40)
     drafter = None
@@ -61,7 +68,7 @@ def engine(
         runner = EagerRunner(noisy(tiny_model(architecture), share), rows=rows, max_len=96, margin=40)
         drafter = ModelDrafter(runner, vocab_size=TINY_VOCABULARY, width=TINY_VOCABULARY)
     kind = OverlappedRounds if overlap else CapturedRounds
-    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma))
+    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma), inner=inner)
     rounds.warm_up()
     return Engine(
         target,
@@ -298,6 +305,36 @@ def test_sampling_follows_the_target(rule: str) -> None:
         law[outcome[1:]] = law.get(outcome[1:], 0.0) + chance
     assert chi_squared(counts, law) > 1e-4
     assert 0.2 < made.stats.acceptance_rate < 0.95
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int) -> None:
+    """What a machine's own loops are told of the rows is enough to say what the rules say."""
+    asked = Counter[str]()
+
+    def rejected(p: Any, q: Any, tokens: Any, limits: Any, block: Any, seeds: Any, base: Any) -> Any:
+        asked["rejected"] += 1
+        chain = Topology.chain([p.shape[1] - 1] * len(p), p.device)
+        topology = replace(chain, valid=chain.depth <= limits[:, None])
+        chance = CounterChance(seeds, base, p.shape[1])
+        found = chain_rules(p, q, tokens, topology, ["iid"] * len(p), chance, block > 0)
+        return found.accepted, found.token, found.ok
+
+    def drawn(x: Any, warp: Any, words: Any, into: Any = None) -> Any:
+        asked["drawn"] += 1
+        q = probabilities(x[:, None], warp, outputs=torch.zeros(len(x), dtype=torch.int64))[:, 0]
+        return q if into is None else into.copy_(q), race(q, words)
+
+    params = [
+        SamplingParams(
+            temperature=0.8, top_p=0.9, seed=i, max_tokens=20 + i, verification="block" if i % 2 else "token"
+        )
+        for i in range(5)
+    ]
+    own = run(engine(4, rows, inner=Inner(rejected=rejected, drawn=drawn)), params)
+    assert own == run(engine(4, rows), params)
+    assert asked["rejected"] > 10
+    assert asked["drawn"] > 10
 
 
 def test_which_draft_lengths_are_recorded() -> None:

@@ -129,3 +129,21 @@ def test_races_and_argmax_pick_what_torch_picks(size: int) -> None:
     assert int((tokens != want).sum()) <= 1
     x[3, 2, 17] = torch.nan
     assert int(argmax(x)[3, 2]) == 17
+
+
+@kernels
+def test_distributions_are_written_where_they_are_wanted() -> None:
+    from headstart.machine.fused.kernels_sampling import nucleus_race
+
+    x = logits(3, 1, 211, False)[:, 0].contiguous()
+    knob = {"top_p": torch.full((3,), 0.9, device=DEVICE)}
+    keys = noise.keys(noise.seeds(range(3), DEVICE), torch.arange(3, device=DEVICE), 1, noise.DRAFT)
+    wide = torch.full((4, 5, 211), -1.0, device=DEVICE)
+    p, tokens = nucleus_race(x, keys, **knob)
+    place = wide[:3, 2]
+    found, same = nucleus_race(x, keys, into=place, **knob)
+    assert found is place
+    assert torch.equal(same, tokens)
+    assert torch.equal(wide[:3, 2], p)
+    wide[:3, 2] = -1
+    assert bool((wide == -1).all())

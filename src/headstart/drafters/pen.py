@@ -142,17 +142,20 @@ def draw_tokens(
     outputs: torch.Tensor,
     history: History | None = None,
     inner: Inner = PLAIN,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logits [R, V] -> tokens [R], and the distributions they were drawn from [R, V] (None if all rows are greedy).
 
     keys: two words [R], see ``draft_keys``; greedy rows need none. outputs [R]: tokens written so far, drafted
-    ones included. Nothing here waits for the device.
+    ones included. into [R, V]: where those distributions may be written; if they were, it is what is given back.
+    Nothing here waits for the device.
     """
     if warp.all_greedy:
         return argmaxes(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0], None
     assert keys is not None
     if inner.drawn is not None and not warp.any_greedy:
-        q, tokens = inner.drawn(processed(logits[:, None], warp, outputs=outputs, history=history)[:, 0], warp, keys)
+        x = processed(logits[:, None], warp, outputs=outputs, history=history)[:, 0]
+        q, tokens = inner.drawn(x, warp, keys, into)
         return tokens, q
     q = probabilities(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0]
     return inner.race(q, keys), q

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..drafters.model import ModelDrafter
 from ..drafters.pen import draft_keys, draw_tokens
 from ..machine.runner import ModelRunner
+from ..maths.distribution import probabilities
 from ..maths.inner import PLAIN, Inner
 from ..maths.noise import Keys
 from ..maths.tree import Topology
@@ -152,18 +153,25 @@ class Programs:
             logits = self._drafter.fit(runner.device_forward(before, slots[line], 1, shape.bound)[:, 0])
             mine = None if keys is None else (keys[0][line], keys[1][line])
             outputs = s.outputs[:rows] if history is None else s.outputs[:rows] + i
-            drawn, row_q = self.draw(logits, warp, mine, outputs, history)
+            place = q[:, i]
+            drawn, row_q = self.draw(logits, warp, mine, outputs, history, place)
             torch.clamp_min(drawn, 0, out=drafts[i, :rows])
-            if row_q is not None:
-                q[:, i] = row_q
+            if row_q is not None and row_q is not place:
+                place.copy_(row_q)
             if history is not None:
                 history.add(drawn)
 
     def draw(
-        self, logits: Tensor, warp: Warp, keys: Keys | None, outputs: Tensor, history: History | None = None
+        self,
+        logits: Tensor,
+        warp: Warp,
+        keys: Keys | None,
+        outputs: Tensor,
+        history: History | None = None,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See ``drafters.pen.draw_tokens``."""
-        return draw_tokens(logits, warp, keys, outputs=outputs, history=history, inner=self.inner)
+        return draw_tokens(logits, warp, keys, outputs=outputs, history=history, inner=self.inner, into=into)
 
     # -- verifying
 
@@ -178,33 +186,32 @@ class Programs:
             )
             accepted, token = self._close(shape, tokens, targets, None)
         else:
-            accepted, token = self._close(shape, tokens, None, self._decide(shape, logits, tokens))
+            accepted, token = self._close(shape, tokens, None, self._verdicts(shape, logits, tokens))
         if shape.kind == "full":
             self._books(shape, logits, tokens, accepted, token)
 
     def _close(
-        self, shape: Shape, tokens: Tensor, targets: Tensor | None, verdicts: Verdicts | None
+        self, shape: Shape, tokens: Tensor, targets: Tensor | None, found: tuple[Tensor, Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """End a round: tell the result, and move the rows on. Accepted drafts [R] and the target's own token [R].
 
-        targets [R, N+1]: tokens that the rows follow; or what a rejection rule found.
+        targets [R, N+1]: tokens that the rows follow; or what a rejection rule found: accepted, token, ok.
         """
         s, rows, gamma = self.state, shape.rows, shape.gamma
         if self._in_one:
             from ..machine.fused.kernels_rounds import Table, close_round
 
             table = Table(s.last, s.places, self.result, s.limits, s.advance)
-            found = None if verdicts is None else (verdicts.accepted, verdicts.token, verdicts.ok)
             return close_round(tokens, table, targets=targets, verdicts=found)
-        if verdicts is None:
+        if found is None:
             assert targets is not None
-            verdicts = coupled_rule(targets, tokens, self._topology(shape))
-        accepted, token = verdicts.accepted[:, None], verdicts.token.clamp_min(0)[:, None]
-        told = torch.cat([accepted, token, verdicts.ok[:, None].to(torch.int64), tokens[:, 1:]], dim=1)
+            found = _triple(coupled_rule(targets, tokens, self._topology(shape)))
+        accepted, token, ok = found[0][:, None], found[1].clamp_min(0)[:, None], found[2][:, None]
+        told = torch.cat([accepted, token, ok.to(torch.int64), tokens[:, 1:]], dim=1)
         self.result[:rows, : gamma + 3] = told
         s.last[:rows] = torch.cat([tokens.gather(1, accepted), token], dim=1)
-        s.places[:, :rows] += (verdicts.accepted + 1) * s.advance[:rows]
-        return verdicts.accepted, token[:, 0]
+        s.places[:, :rows] += (found[0] + 1) * s.advance[:rows]
+        return found[0], token[:, 0]
 
     def _topology(self, shape: Shape) -> Topology:
         """Chains of gamma tokens, of which each row takes as many as its limit says."""
@@ -231,19 +238,26 @@ class Programs:
             "inner": self.inner,
         }
 
-    def _decide(self, shape: Shape, logits: Tensor, tokens: Tensor) -> Verdicts:
-        s, rows, gamma = self.state, shape.rows, shape.gamma
+    def _verdicts(self, shape: Shape, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the rejection rules say: accepted [R], token [R], ok [R]."""
+        s, rows = self.state, shape.rows
+        warp, q = s.warp(rows, shape.kind, draft=False), self.q(rows, shape.gamma)
+        if shape.kind == "rejected" and self.inner.rejected is not None:
+            base = s.lengths[:rows] + 1  # before p, so that nothing stands between the kernels that start early
+            p = probabilities(logits, warp, outputs=s.outputs[:rows], inner=self.inner)
+            return self.inner.rejected(p, q, tokens, s.limits[:rows], s.codes[1, :rows], s.seeds[:rows], base)
         kinds: list[Draw] = ["iid"] * rows
         rejects, block = (s.codes[:, :rows] > 0).unbind(0)
-        return decide_mixed(
+        found = decide_mixed(
             logits,
-            s.warp(rows, shape.kind, draft=False),
-            q=self.q(rows, gamma),
+            warp,
+            q=q,
             kinds=kinds,
             rejects=None if shape.kind == "rejected" else rejects,
             block=block,
             **self._known(shape, tokens),
         )
+        return _triple(found)
 
     def _books(self, shape: Shape, logits: Tensor, tokens: Tensor, accepted: Tensor, token: Tensor) -> None:
         """Count what was emitted, for penalties, and keep its log-probabilities."""
@@ -258,6 +272,11 @@ class Programs:
         self.logprobs.chosen[:rows, :nodes] = chances.gather(-1, emitted.clamp_max(s.vocab_size - 1)[..., None])[..., 0]
         self.logprobs.best[:rows, :nodes] = best.values
         self.logprobs.ids[:rows, :nodes] = best.indices
+
+
+def _triple(found: Verdicts) -> tuple[Tensor, Tensor, Tensor]:
+    """All that a chain's verdict says: its path is known from how long it is."""
+    return found.accepted, found.token, found.ok
 
 
 def _lines(count: int, width: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -20,7 +20,7 @@ from . import noise
 from .argmax import argmax
 from .warp import Warp
 
-__all__ = ["PLAIN", "ChainJudge", "ChainProcess", "Inner", "Rule"]
+__all__ = ["PLAIN", "ChainJudge", "ChainProcess", "ChainReject", "Inner", "RowDraw", "Rule"]
 
 Rule = Literal["greedy", "coupled", "token", "block"]
 
@@ -65,6 +65,26 @@ class ChainProcess(Protocol):
         """logits [N+1, V] float32 -> a new tensor. tokens: prompt and output so far; endings: what min_tokens bans."""
 
 
+class RowDraw(Protocol):
+    """The distribution of each row's next token, and a token of it."""
+
+    def __call__(self, x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """q [R, V] and tokens [R] of logits x [R, V], with the noise of two words [R]. q may be written to ``into``,
+        lines of a wider tensor, and is then that very tensor."""
+
+
+class ChainReject(Protocol):
+    """``verify.chain_rules`` on drawn chains with ``CounterChance``, in a few launches instead of a hundred."""
+
+    def __call__(
+        self, p: Tensor, q: Tensor, tokens: Tensor, limits: Tensor, block: Tensor, seeds: Tensor, base: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Accepted [R], token [R] and ok [R] of R chains: p [R, N+1, V], q [R, N, V], tokens [R, N+1], N at least 1.
+
+        limits [R] int64: drafted tokens that count; block [R]: not 0 for the block rule; seeds, base [R] int64.
+        """
+
+
 @dataclass(frozen=True)
 class Inner:
     """What everything sampled goes through."""
@@ -77,7 +97,9 @@ class Inner:
     #: temperature, truncation and softmax of logits [R, N, V]; None: ``distribution``'s own
     sampled: Callable[[Tensor, Warp], Tensor] | None = None
     #: the same of logits [R, V], and a token of each by ``race``; None: one after the other
-    drawn: Callable[[Tensor, Warp, noise.Keys], tuple[Tensor, Tensor]] | None = None
+    drawn: RowDraw | None = None
+    #: the rejection rules on chains whose rows all are rejection sampled; None: ``verify``'s own
+    rejected: ChainReject | None = None
     #: both or neither; None: ``distribution`` and ``verify``'s rules
     judged: ChainJudge | None = None
     processed: ChainProcess | None = None

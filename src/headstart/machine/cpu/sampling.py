@@ -93,7 +93,7 @@ def inner_for(threads: int) -> Inner:
         sample(x.contiguous(), warp, None, p)
         return p
 
-    def drawn(x: Tensor, warp: Warp, words: noise.Keys) -> tuple[Tensor, Tensor]:
+    def drawn(x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         p = torch.empty_like(x, memory_format=torch.contiguous_format)
         tokens = sample(x.contiguous(), warp, words, p)
         assert tokens is not None

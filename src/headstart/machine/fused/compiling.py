@@ -72,8 +72,13 @@ def _compile(job: tuple[str, str, str], taken: Path) -> None:
         print(f"{function}: {error}", file=sys.stderr)
 
 
+def _warps(job: tuple[str, str, str]) -> int:
+    """How many warps a kernel has: the fewer, the more each thread has to do, and the longer it takes to compile."""
+    return int(json.loads(job[2])["options"]["num_warps"])
+
+
 def _share(jobs: list[tuple[str, str, str]], workers: int, taken: Path) -> None:
-    """Compile the jobs, each by the worker that asks for one first."""
+    """Compile the jobs, each by the worker that asks for one first. The longest should come first."""
     out, into = os.pipe()
     os.write(into, b"".join(i.to_bytes(4, "little") for i in range(len(jobs))))
     os.close(into)
@@ -106,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as taken:
         for job in jobs[:1]:  # what Triton works out once a process is then there for all
             _compile(job, Path(taken))
-        _share(jobs[1:], head["workers"], Path(taken))
+        _share(sorted(jobs[1:], key=_warps), head["workers"], Path(taken))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["keys"]
+__all__ = ["keys", "round_key", "words_of"]
 
 _BLOCK = 128
 
@@ -25,6 +25,19 @@ def _mix64(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+@triton.jit
+def round_key(seed, base):
+    """``maths.noise.round_key``."""
+    return _mix64(_mix64(seed + -7046029254386353131) + base * -3335678366873096957)
+
+
+@triton.jit
+def words_of(key, offset, stream):
+    """``maths.noise.keys_in``: offset, stream int64."""
+    key = _mix64(key + offset * -8306560040656073257 + stream * -7046029254386353131)
+    return key.to(tl.int32), (key >> 32).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["count", "width"])
 def _keys_kernel(
     seeds, base, offset, stream, low, high, count, width,
@@ -34,20 +47,19 @@ def _keys_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < count
     row = i // width
-    key = tl.load(seeds + row, mask=live, other=0) + -7046029254386353131
-    key = _mix64(key) + tl.load(base + (i if WIDE_BASE else row), mask=live, other=0) * -3335678366873096957
-    key = _mix64(key)
+    wide = base + (i if WIDE_BASE else row)
+    key = round_key(tl.load(seeds + row, mask=live, other=0), tl.load(wide, mask=live, other=0))
     if OFFSET < 0:
-        key += tl.load(offset + i, mask=live, other=0) * -8306560040656073257
+        place = tl.load(offset + i, mask=live, other=0)
     else:
-        key += tl.full([BLOCK], OFFSET, tl.int64) * -8306560040656073257
+        place = tl.full([BLOCK], OFFSET, tl.int64)
     if STREAM < 0:
-        key += tl.load(stream + row, mask=live, other=0) * -7046029254386353131
+        kind = tl.load(stream + row, mask=live, other=0)
     else:
-        key += tl.full([BLOCK], STREAM, tl.int64) * -7046029254386353131
-    key = _mix64(key)
-    tl.store(low + i, key.to(tl.int32), mask=live)
-    tl.store(high + i, (key >> 32).to(tl.int32), mask=live)
+        kind = tl.full([BLOCK], STREAM, tl.int64)
+    first, second = words_of(key, place, kind)
+    tl.store(low + i, first, mask=live)
+    tl.store(high + i, second, mask=live)
 
 
 def keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> tuple[Tensor, Tensor]:

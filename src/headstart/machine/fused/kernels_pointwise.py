@@ -22,10 +22,11 @@ from .plan import power_of_two
 __all__ = ["embed", "norm", "remember", "rotate", "swiglu"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _embed_kernel(
-    tokens, table, gain, x, scaled, squares, H: tl.constexpr, BH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr
-):
+    tokens, table, gain, x, scaled, squares, parts, H: tl.constexpr, BH: tl.constexpr, SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0)
     h = tl.arange(0, BH)
     g = tl.load(gain + h, mask=h < H, other=0.0).to(tl.float32)
@@ -36,7 +37,8 @@ def _embed_kernel(
     if SCALED:
         value = row.to(tl.float32)
         tl.store(scaled + m * H + h, (value * g).to(scaled.dtype.element_ty), mask=h < H)
-        tl.store(squares + m, tl.sum(value * value, axis=0))
+        total = tl.sum(value * value, axis=0)
+        tl.store(squares + m * parts + h, tl.where(h == 0, total, 0.0), mask=h < parts)
 
 
 @triton.jit
@@ -143,11 +145,16 @@ def embed(
     *,
     pdl: int,
 ) -> None:
-    """x [M, H] = table[tokens [M]]; scaled = x * gain; squares [M, 1] = sum(x^2)."""
+    """x [M, H] = table[tokens [M]]; scaled = x * gain; squares [M, parts] = sum(x^2), and zeros behind it.
+
+    As many parts as the products leave in later layers, so that the first layer needs no kernels of its own.
+    """
     hidden = table.shape[1]
+    assert squares is None or squares.shape[1] <= hidden
     _embed_kernel[(x.shape[0],)](
-        tokens, table, gain, x, x if scaled is None else scaled, x if squares is None else squares, H=hidden,
-        BH=power_of_two(hidden), SCALED=scaled is not None, num_warps=_warps(hidden), **_overlap(pdl),
+        tokens, table, gain, x, x if scaled is None else scaled, x if squares is None else squares,
+        1 if squares is None else squares.shape[1], H=hidden, BH=power_of_two(hidden), SCALED=scaled is not None,
+        num_warps=_warps(hidden), **_overlap(pdl),
     )  # fmt: skip
 
 

@@ -122,10 +122,10 @@ class Rows:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(self.count, *shape, device=self.values.device, dtype=dtype)
 
-    def pick(self, *, finite: bool = False) -> Tensor:
+    def pick(self, *, finite: bool = False, chunks: int = CHUNKS) -> Tensor:
         out = self.new(dtype=torch.int64)
         _winner_kernel[(self.count,)](
-            self.scores, self.winners, out, C=CHUNKS, FINITE=finite, num_warps=1, **_last(self.options)
+            self.scores, self.winners, out, C=chunks, FINITE=finite, num_warps=1, **_last(self.options)
         )  # fmt: skip
         return out.view(self.values.shape[:-1])
 

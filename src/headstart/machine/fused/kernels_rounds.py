@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 @triton.jit(do_not_specialize=["N", "wide", "apart"])
 def _close_kernel(
-    targets, tokens, accepted, token, ok, last, places, result, limits, advance, N, wide, apart,
+    targets, tokens, accepted, token, ok, emitted, last, places, result, limits, advance, N, wide, apart,
     B: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
@@ -46,12 +46,12 @@ def _close_kernel(
         found = tl.load(targets + r * (N + 1) + held)
         well = (found >= 0).to(tl.int64)
         tl.store(accepted + r, held)
-        tl.store(token + r, tl.maximum(found, 0))
     else:
         held = tl.load(accepted + r)
         found = tl.load(token + r)
         well = tl.load(ok + r).to(tl.int64)
     found = tl.maximum(found, 0)
+    tl.store(emitted + r, found)
     tl.store(result + r * wide, held)
     tl.store(result + r * wide + 1, found)
     tl.store(result + r * wide + 2, well)
@@ -83,11 +83,12 @@ def close_round(
         source = tokens
     else:
         assert targets is not None
-        accepted, token = torch.empty_like(tokens[:, 0]), torch.empty_like(tokens[:, 0])
-        ok, source = accepted, targets.contiguous()
+        accepted, source = torch.empty_like(tokens[:, 0]), targets.contiguous()
+        token, ok = accepted, accepted
+    emitted = torch.empty_like(accepted)
     _close_kernel[(rows,)](
-        source, tokens, accepted, token, ok, table.last, table.places, table.result, table.limits, table.advance,
-        nodes - 1, table.result.stride(0), table.places.stride(0), B=max(power_of_two(nodes), 16),
+        source, tokens, accepted, token, ok, emitted, table.last, table.places, table.result, table.limits,
+        table.advance, nodes - 1, table.result.stride(0), table.places.stride(0), B=max(power_of_two(nodes), 16),
         FOLLOW=verdicts is None, num_warps=1,
     )  # fmt: skip
-    return accepted, token.clamp_min(0) if verdicts is not None else token
+    return accepted, emitted

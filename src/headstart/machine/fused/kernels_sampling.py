@@ -208,14 +208,14 @@ def _search_kernel(
             tl.store(count + at, tl.zeros([J], tl.int32) + tl.sum(above.to(tl.int32), axis=0))
 
 
-@triton.jit(do_not_specialize=["nodes"])
+@triton.jit(do_not_specialize=["nodes", "apart"])
 def _write_kernel(
-    logits, temperature, peaks, places, sums, greedy, top_k, state, mass, count, out, low_key, high_key, scores,
-    winners, nodes, V, B: tl.constexpr, C: tl.constexpr, J: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr,
+    logits, temperature, peaks, places, sums, greedy, top_k, state, mass, count, out, into, low_key, high_key, scores,
+    winners, nodes, apart, V, B: tl.constexpr, C: tl.constexpr, J: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr,
     LIB: tl.constexpr, CUT: tl.constexpr, BY_COUNT: tl.constexpr, GREEDY: tl.constexpr, RACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities. CUT: there was a search, whose last round was BY_COUNT or not."""
+    """The probabilities, to every ``apart``-th row. CUT: there was a search, whose last round was BY_COUNT or not."""
     chunk, m = tl.program_id(0), tl.program_id(1)
     v = chunk * B + tl.arange(0, B)
     wait(PDL)
@@ -236,7 +236,7 @@ def _write_kernel(
         first = tl.min(tl.where(peak == tl.max(peak, axis=0), place, V), axis=0)
         p = tl.where(tl.load(greedy + m // nodes) != 0, (v == first).to(tl.float32), p)
     p = tl.where((total > 0.0) & (total < float("inf")), p, float("nan"))  # a broken row is broken everywhere
-    tl.store(out + m.to(tl.int64) * V + v, p, mask=v < V)
+    tl.store(into + m.to(tl.int64) * apart * V + v, p, mask=v < V)
     if RACE:
         noise = noise_at(v, tl.load(low_key + m), tl.load(high_key + m), LIB)
         best(tl.div_rn(p, noise), v, V, scores, winners, m * C + chunk)
@@ -273,9 +273,13 @@ def nucleus_race(
     min_p: Tensor | None = None,
     greedy: Tensor | None = None,
     cold: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``nucleus``, and a token of each by ``race``: keys two int32 of the shape of logits without V."""
-    p, tokens = _distribution(logits, keys, temperature, top_k, top_p, min_p, greedy, cold)
+    """``nucleus``, and a token of each by ``race``: keys two int32 of the shape of logits without V.
+
+    ``into`` float32 [R, V], rows a multiple of V apart: where the distributions of logits [R, V] go.
+    """
+    p, tokens = _distribution(logits, keys, temperature, top_k, top_p, min_p, greedy, cold, into)
     assert tokens is not None
     return p, tokens
 
@@ -289,8 +293,10 @@ def _distribution(
     min_p: Tensor | None,
     greedy: Tensor | None,
     cold: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r = Rows(logits)
+    assert into is None or (into.shape == logits.shape and into.stride(-1) == 1 and into.stride(0) % r.size == 0)
     peaks, sums, places = r.new(CHUNKS), r.new(CHUNKS), r.new(CHUNKS, dtype=torch.int32)
     heat = {"HEAT": temperature is not None, "COLD": cold and temperature is not None, "B": r.width, "C": CHUNKS}
     common = heat | {"num_warps": r.warps} | r.options
@@ -312,13 +318,14 @@ def _distribution(
         sets.reverse()
         _search_kernel[r.grid](
             logits, knob(temperature), peaks, sums, knob(min_p), knob(top_k), knob(top_p), *sets[1], *sets[0], out,
-            r.nodes, r.size, L=min(r.width, 128), J=_TRIES, MIN_P=min_p is not None, TOP_K=top_k is not None,
+            r.nodes, r.size, L=min(r.width, 64), J=_TRIES, MIN_P=min_p is not None, TOP_K=top_k is not None,
             TOP_P=top_p is not None, FIRST=first, BY_COUNT=by_count, MAKE=i == 0, **common,
         )  # fmt: skip
     low, high = (logits, logits) if keys is None else (key.contiguous() for key in keys)
+    place, apart = (out, 1) if into is None else (into, into.stride(0) // r.size)
     _write_kernel[r.grid](
-        logits, knob(temperature), peaks, places, sums, knob(greedy), knob(top_k), *sets[0], out, low, high, r.scores,
-        r.winners, r.nodes, r.size, J=_TRIES, CUT=bool(rounds), BY_COUNT=bool(rounds) and rounds[-1][0],
-        GREEDY=greedy is not None, RACE=keys is not None, **common,
+        logits, knob(temperature), peaks, places, sums, knob(greedy), knob(top_k), *sets[0], out, place,
+        low, high, r.scores, r.winners, r.nodes, apart, r.size, J=_TRIES, CUT=bool(rounds),
+        BY_COUNT=bool(rounds) and rounds[-1][0], GREEDY=greedy is not None, RACE=keys is not None, **common,
     )  # fmt: skip
-    return out, None if keys is None else r.pick()
+    return place, None if keys is None else r.pick()

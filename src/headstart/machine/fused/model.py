@@ -160,9 +160,8 @@ class FusedModel:
         hidden = self._new(count, w.ffn)
         query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
         flat = attended.view(count, -1)
-        squares = self._new(count, 1, dtype=torch.float32)
-        after_o, after_down = (
-            self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down")
+        after_o, after_down, squares = (
+            self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down", "down")
         )
         gains = [layer.input_norm for layer in w.layers[1:]] + [w.norm]
         parts = self._alone_buffers(step)
@@ -220,7 +219,7 @@ class FusedModel:
             cache = self._cache_of(i, step)
             norm(x, add, layer.input_norm, normed, eps=w.eps, pdl=pdl)
             self._rotate(self._linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step, pdl)
-            self._attend(query, cache, attended, layer, step, pdl)
+            self._attend(query, cache, attended, layer, step, self.overlap)  # the kernel that decoding has
             norm(x, self._linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
             swiglu(self._linear(normed, layer.gate_up), hidden)
             add = self._linear(hidden, layer.down)

@@ -15,6 +15,7 @@ from ...maths.inner import Inner
 from ...maths.warp import Warp
 from . import kernels_sampling
 from .kernels_keys import keys
+from .kernels_reject import rejected
 
 __all__ = ["INNER"]
 
@@ -49,8 +50,8 @@ def _sampled(x: Tensor, warp: Warp) -> Tensor:
     return kernels_sampling.nucleus(x.contiguous(), **_knobs(warp))
 
 
-def _drawn(x: Tensor, warp: Warp, words: noise.Keys) -> tuple[Tensor, Tensor]:
-    return kernels_sampling.nucleus_race(x.contiguous(), words, **_knobs(warp))
+def _drawn(x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return kernels_sampling.nucleus_race(x.contiguous(), words, into=into, **_knobs(warp))
 
 
-INNER = Inner(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn)
+INNER = Inner(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn, rejected=rejected)
