@@ -288,8 +288,8 @@ def todo(bench: Bench) -> dict[str, Callable[[], Any]]:
         "long_context": bench.long_context,
         "lookup": bench.lookup,
         "adaptive": bench.adaptive,
-        "modules": lambda: bench.modules(8),
         "hf_static_compiled": lambda: hugging_face(bench.target, few[:1], 256, warm=64, cache_implementation="static"),
+        "modules": lambda: bench.modules(8),
     }
 
 

@@ -220,10 +220,38 @@ def test_free_guesses_are_trimmed_by_their_strength() -> None:
     assert weak is None
 
 
+def test_the_first_round_of_a_width_may_be_slow() -> None:
+    """What is done for the first time takes longer: that must not put the controller off for hundreds of rounds."""
+    controller, met = AdaptiveController(10), set()
+    chosen = []
+    for _ in range(40):
+        (gamma,) = controller.budgets([View()], [10])
+        chosen.append(gamma)
+        seconds = 1.0 + 0.01 * gamma + (20.0 if gamma and gamma not in met else 0.0)
+        met.add(gamma)
+        drafting = 0.08 * gamma
+        controller.observe(
+            [
+                replace(
+                    ROUND,
+                    drafted=gamma,
+                    accepted=gamma,
+                    emitted=gamma + 1,
+                    width=gamma + 1,
+                    draft_seconds=drafting,
+                    verify_seconds=seconds,
+                    round_seconds=seconds + drafting,
+                    outcomes=(True,) * gamma,
+                )
+            ]
+        )
+    assert chosen[-20:] == [10] * 20
+
+
 def test_rows_share_one_width() -> None:
     """One row's long shot does not widen the forward of seven others."""
     controller = AdaptiveController(10, free=True)
-    for width, seconds in ((1, 1.0), (9, 6.0)):
+    for width, seconds in ((1, 1.0), (9, 6.0), (9, 6.0)):
         controller.observe([replace(ROUND, rows=8, width=width, verify_seconds=seconds, round_seconds=seconds)])
     views = [View(str(i)) for i in range(8)]
     proposals: list[Proposal | None] = [Proposal.chain([1] * 8, strength=4), *[None] * 7]

@@ -135,7 +135,9 @@ class TwoMinds:
 class _Costs:
     """Seconds a round takes without drafting, by (rows, width), measured as it goes: the median of the last few.
 
-    A measurement is forgotten after a while, so that one taken in a bad moment does not rule a width out for good.
+    A measurement is forgotten after a while, so that one taken in a bad moment does not rule a width out for good. The
+    first of a width, but for plain rounds, is not counted: what is done for the first time takes longer (a GPU loads
+    a recording when it is first played), and a width that looks dear is not tried again soon.
     """
 
     WINDOW, LIFETIME = 7, 500
@@ -143,10 +145,14 @@ class _Costs:
     def __init__(self) -> None:
         self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
         self._tables: dict[int, list[tuple[int, float]]] = {}  # what ``table`` said since the last measurement
+        self._met: set[tuple[int, int]] = set()
         self._clock = 0
 
     def add(self, rows: int, width: int, seconds: float) -> None:
         self._clock += 1
+        if width > 1 and (rows, width) not in self._met:
+            self._met.add((rows, width))
+            return
         self._tables.clear()
         by_width = self._seen.setdefault(rows, {})
         by_width.setdefault(width, deque(maxlen=self.WINDOW)).append((self._clock, seconds))

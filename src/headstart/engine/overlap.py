@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..machine.graphs import Recorder, Recording
-from ..machine.runner import ModelRunner
+from ..machine.runner import EagerRunner, ModelRunner
 from ..maths import noise
 from .captured import CapturedRounds, Flight, Outcome
 from .programs import DeviceRunner, Shape
@@ -106,7 +107,7 @@ class OverlappedRounds(CapturedRounds):
         yield from super()._bodies(shape)
         if _goes_on(shape):
             assert self._drafter is not None
-            yield self._drafter.runner, partial(self._continue, shape)
+            yield self._drafter.runner, partial(self._continue_beside, shape)
 
     def forget(self) -> None:
         self._wait()
@@ -159,11 +160,17 @@ class OverlappedRounds(CapturedRounds):
     def _continuation(self, shape: Shape) -> Recording:
         found = self._continuations.get(shape)
         if found is None:
-            body = partial(self._continue, shape)
+            body = partial(self._continue_beside, shape)
             assert self._drafter is not None
             warm = partial(self._briefly, self._drafter.runner, body)
             found = self._continuations[shape] = self._side_recorder.record(body, warm=warm)
         return found
+
+    def _continue_beside(self, shape: Shape) -> None:
+        assert self._drafter is not None
+        runner = self._drafter.runner
+        with runner.beside() if isinstance(runner, EagerRunner) else nullcontext():
+            self._continue(shape)
 
     def _continue(self, shape: Shape) -> None:
         """The target's bonus as the draft sees it, and the next round's draft behind it."""

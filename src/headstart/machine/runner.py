@@ -218,6 +218,10 @@ class EagerRunner:
         """Inside, a forward may do as little as it takes to have run every kernel once. Here that is all of it."""
         return nullcontext()
 
+    def beside(self) -> AbstractContextManager[None]:
+        """What is launched inside may run at the same time as something else on the device."""
+        return nullcontext()
+
     def _run(
         self, tokens: Tensor, mask: Tensor | dict[str, Tensor | None] | None, positions: Tensor, keep: int | None
     ) -> Tensor:

@@ -26,6 +26,7 @@ from .kernels_rounded import spell_out
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
 from .rounding import Matrix
+from .whole import open_whole
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
 
@@ -97,6 +98,8 @@ class FusedModel:
         self._features: Tensor | None = None
         self._tiles = {alone: self._plan(alone=alone and draft) for alone in (False, True)}
         self._many = self._plan(many=True)
+        self.whole = open_whole(w, self.cache, self.rotary) if draft else None
+        self.beside = False  # may this run at the same time as other kernels?
 
     def keep_features(self, layers: Sequence[int], features: Tensor) -> None:
         """From now on store the outputs of these layers, side by side, in features [rows, capacity, F]."""
@@ -147,9 +150,19 @@ class FusedModel:
         step = _Step(rows, width, first_row, lengths.contiguous(), tree, bound, work)
         tokens = tokens.reshape(-1).contiguous()  # a column of a wider tensor stays strided through reshape
         keep = width if keep is None else keep
+        if self._in_one(step, keep):
+            assert self.whole is not None
+            scaled, squares = self.whole.step(tokens.long(), step.lengths.long(), first_row, bound)
+            return self._head(scaled, squares, 1, 1)
         if skinny_rows(step.count):
             return self._skinny(tokens, step, keep)
         return self._dense(tokens, step, keep)
+
+    def _in_one(self, step: _Step, keep: int) -> bool:
+        """Can all layers be one kernel? It needs the whole GPU, and keeps no hidden states."""
+        if self.whole is None or self.beside or self.kept or step.tree is not None or not step.rows == keep == 1:
+            return False
+        return self.whole.takes(step.width, step.bound)
 
     # -- up to 32 tokens --------------------------------------------------------------------------------------
 

@@ -99,6 +99,17 @@ class FusedRunner(EagerRunner):
         return self.fused.forward(tokens.contiguous(), lengths, None, keep, bound=bound)
 
     @contextmanager
+    def beside(self) -> Iterator[None]:
+        """See ``EagerRunner.beside``."""
+        if self.fused is not None:
+            self.fused.beside = True
+        try:
+            yield
+        finally:
+            if self.fused is not None:
+                self.fused.beside = False
+
+    @contextmanager
     def brief(self) -> Iterator[None]:
         """Run a few layers only, which warms every kernel up in a fraction of the time."""
         if self.fused is None:
