@@ -36,6 +36,7 @@ KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _FEW_LENGTHS = (0, 1, 3, 6, 12, 24, 48)
 _PREFILLS = (64, 24, 12, 3)  # prompt lengths of every class of kernels
+_KEPT = (9, 17)  # and logits of so many tokens of a prompt, more than one
 
 
 def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ...]:
@@ -330,6 +331,10 @@ class CapturedRounds:
         for runner in runners:
             for width in _PREFILLS:
                 yield partial(self._briefly, runner, partial(_read_zeros, runner, width))
+        # Guesses from the host may come with the end of a prompt, and are judged in the forward that reads it.
+        for keep in _KEPT if not self.drafting else ():
+            if keep <= self.lengths[-1] + 1:
+                yield partial(self._briefly, self._target, partial(_read_zeros, self._target, _PREFILLS[1], keep))
         for tensor, value in zip(self._programs.changed(len(self._state.lengths)), kept, strict=True):
             tensor.copy_(value)
 
@@ -371,9 +376,9 @@ class CapturedRounds:
             body()
 
 
-def _read_zeros(runner: ModelRunner, width: int) -> None:
+def _read_zeros(runner: ModelRunner, width: int, keep: int = 1) -> None:
     tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
-    runner.forward(slice(0, 1), tokens, [0], keep=1)
+    runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
 
 
 def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:
