@@ -39,6 +39,22 @@ ROUND = Round(
 )
 
 
+def accepted(gamma: int, forward: float, drafting: float, sequence: str = "a") -> Round:
+    """A round whose whole draft held."""
+    return replace(
+        ROUND,
+        sequence=sequence,
+        drafted=gamma,
+        accepted=gamma,
+        emitted=gamma + 1,
+        width=gamma + 1,
+        draft_seconds=drafting,
+        verify_seconds=forward,
+        round_seconds=forward + drafting,
+        outcomes=(True,) * gamma,
+    )
+
+
 def play(
     controller: AdaptiveController, holds: float, cost: dict[int, float], rounds: int, step: float = 0.0
 ) -> list[int]:
@@ -169,22 +185,7 @@ def test_reading_the_prompt_is_no_draft_step() -> None:
             seconds = FLAT[gamma + 1]
             first = gamma and i <= 1
             draft = 50.0 if first else 0.05 * gamma
-            controller.observe(
-                [
-                    replace(
-                        ROUND,
-                        sequence=name,
-                        drafted=gamma,
-                        accepted=gamma,
-                        emitted=gamma + 1,
-                        width=gamma + 1,
-                        draft_seconds=draft,
-                        verify_seconds=seconds,
-                        round_seconds=seconds + draft,
-                        outcomes=(True,) * gamma,
-                    )
-                ]
-            )
+            controller.observe([accepted(gamma, seconds, draft, name)])
         assert gamma >= 6, "drafting pays, and it goes on"
         controller.forget(name)
 
@@ -229,22 +230,7 @@ def test_the_first_round_of_a_width_may_be_slow() -> None:
         chosen.append(gamma)
         seconds = 1.0 + 0.01 * gamma + (20.0 if gamma and gamma not in met else 0.0)
         met.add(gamma)
-        drafting = 0.08 * gamma
-        controller.observe(
-            [
-                replace(
-                    ROUND,
-                    drafted=gamma,
-                    accepted=gamma,
-                    emitted=gamma + 1,
-                    width=gamma + 1,
-                    draft_seconds=drafting,
-                    verify_seconds=seconds,
-                    round_seconds=seconds + drafting,
-                    outcomes=(True,) * gamma,
-                )
-            ]
-        )
+        controller.observe([accepted(gamma, seconds, 0.08 * gamma)])
     assert chosen[-20:] == [10] * 20
 
 

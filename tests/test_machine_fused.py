@@ -78,8 +78,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(sum(name.encode()))
-    config = copy.deepcopy(CONFIGS[name])
+    return build_from(CONFIGS[name], sum(name.encode()), device, dtype)
+
+
+def build_from(
+    config: PretrainedConfig, seed: int, device: str, dtype: torch.dtype, spread: float = 2.0, biases: float = 0.5
+) -> Any:
+    """A model with random weights, the same for the same arguments. ``spread``: what a matrix makes of unit inputs."""
+    torch.manual_seed(seed)
+    config = copy.deepcopy(config)
     config._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -87,7 +94,7 @@ def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
             if "norm" in key:
                 p.copy_(1 + 0.3 * torch.randn_like(p))
             else:
-                p.normal_(0, 2 / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.5)
+                p.normal_(0, spread / p.shape[-1] ** 0.5 if p.dim() > 1 else biases)
     for p in model.parameters():
         p.data = p.data.to(dtype)  # not model.to(dtype), which would round the rotary table too
     return model.to(device)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_machine_fused import CONFIGS, SIZES, draw
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, Qwen2Config
+from test_machine_fused import CONFIGS, SIZES, build_from, draw
+from transformers import DynamicCache, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from headstart.machine import fused
 from headstart.machine.fused import whole
@@ -41,15 +41,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 
 def build(config: PretrainedConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Any:
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for key, p in model.named_parameters():
-            if "norm" in key:
-                p.copy_(1 + 0.3 * torch.randn_like(p))
-            else:
-                p.normal_(0, 1 / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.3)
-    return model.to(device, dtype)
+    return build_from(config, 3, device, dtype, spread=1.0, biases=0.3)
 
 
 def two_ways(config: PretrainedConfig, rows: int = 1, capacity: int = 1100) -> tuple[Any, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import cache_folder
+from ..cache import cache_folder, write_whole
 
 __all__ = ["Kernel", "binary"]
 
@@ -72,10 +71,7 @@ def binary(name: str, text: str, architecture: str) -> bytes:
         return kept.read_bytes()
     made = _compile(text.encode(), f"{name}.cu", options)
     with suppress(OSError):  # then it is compiled again next time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        work = kept.with_name(f".{kept.name}-{os.getpid()}")
-        work.write_bytes(made)
-        work.replace(kept)  # in one step: another process sees it whole or not at all
+        write_whole(kept, made)
     return made
 
 
