@@ -28,7 +28,8 @@ WARPS = 8  # of a program
 KEYS = 128  # a program's share of a head's keys
 SPLITS = (4, 8)  # such shares of a head: a kernel for each, and for each number of tokens
 TOKENS = (1, 2)
-_VALUES = 6  # of a quad, see whole.cu
+_VALUES = 6  # of a quad, as in parts.cuh
+_SLICES = (1, 2, 4, 8)  # up to one for each warp
 _COPIES = 8  # of a board: measured, 1 makes a step 7% slower, 32 5%
 _WORDS = 96  # registers that a thread has for weights: half of all
 
@@ -38,7 +39,7 @@ def _up(a: int, b: int) -> int:
 
 
 class _Sizes:
-    """How a model is dealt to programs, as whole.cu does it."""
+    """How a model is dealt to programs."""
 
     def __init__(self, weights: Weights, programs: int) -> None:
         w = weights
@@ -52,16 +53,22 @@ class _Sizes:
         quads = [_up(qkv, rows_qkv) * _up(rows_qkv, _VALUES), heads, x, _up(w.ffn, rows_f) * _up(rows_f, _VALUES), x]
         self.boards = [_COPIES * max(TOKENS) * count for count in quads]
 
+        self.slices = [_slices(rows, inputs) for rows, inputs in self.products]
+
     @property
     def words(self) -> int:
         """The most registers a thread has for weights: those of one product and of the next."""
-        each = [_words(rows, inputs) for rows, inputs in self.products]
+        each = [_words(*product, slices) for product, slices in zip(self.products, self.slices, strict=True)]
         return max(a + b for a, b in zip(each, each[1:] + each[:1], strict=True))
 
 
-def _words(rows: int, inputs: int) -> int:
-    slices = [s for s in (1, 2, 4, 8) if s <= WARPS and inputs % (64 * s) == 0]
-    return min(_up(rows * s, WARPS) * (inputs // s // 64) for s in slices)
+def _words(rows: int, inputs: int, slices: int) -> int:
+    return _up(rows * slices, WARPS) * (inputs // slices // 64)
+
+
+def _slices(rows: int, inputs: int) -> int:
+    """Into how many slices a row is cut for the warps to share: what leaves the least to each of them."""
+    return min((s for s in _SLICES if s == 1 or inputs % (64 * s) == 0), key=lambda s: _words(rows, inputs, s))
 
 
 def why_not_whole(weights: Weights, programs: int) -> str | None:
@@ -167,14 +174,18 @@ def pointers(weights: Weights, buffers: Sequence[tuple[Tensor, Tensor]]) -> list
 def source(weights: Weights, programs: int, tokens: int, splits: int, machine: str | None = None) -> str:
     """The kernel for these sizes, as C++. ``machine``: instead of words.cuh."""
     w, layer, here = weights, weights.layers[0], Path(__file__).parent
+    sizes = _Sizes(w, programs)
     values = {
         "LAYERS": len(w.layers), "H": w.hidden, "F": w.ffn, "HEADS": w.heads, "KV": w.kv_heads, "D": w.head_dim,
         "T": tokens, "PROGRAMS": programs, "WARPS": WARPS, "KEYS": KEYS, "SPLITS": splits, "COPIES": _COPIES,
         "QKV_BIAS": int(layer.qkv_bias is not None), "O_BIAS": int(layer.o_bias is not None),
+        **dict(zip(("R_QKV", "R_X", "R_F"), sizes.rows, strict=True)),
+        **dict(zip(("S_QKV", "S_O", "S_F", "S_DOWN"), sizes.slices, strict=True)),
     }  # fmt: skip
-    sizes = [f"constexpr int {name} = {value};" for name, value in values.items()]
+    told = [f"constexpr int {name} = {value};" for name, value in values.items()]
     words = machine if machine is not None else (here / "words.cuh").read_text()
-    return "\n".join([*sizes, f"constexpr float EPS = {w.eps:e}f;", words, (here / "whole.cu").read_text()])
+    files = [(here / name).read_text() for name in ("parts.cuh", "whole.cu")]
+    return "\n".join([*told, f"constexpr float EPS = {w.eps:e}f;", words, *files])
 
 
 def open_whole(
