@@ -259,22 +259,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       bias_a = wide(bias[0]), bias_b = wide(bias[HALF]);
     }
     if (l == 0) {
-      for (int i = thread; i < T * H / 2; i += THREADS) {
-        int t = i / (H / 2), n = i % (H / 2) * 2;
-        take_x(t, n, ask(embedding + tokens[t] * H + n), ask(layer.input_norm + n));
-      }
-      float s[T];
 #pragma unroll
       for (int t = 0; t < T; t++) {
-        s[t] = 0;
-        for (int n = thread * 2; n < H; n += THREADS * 2) {
-          u32 w = ask(embedding + tokens[t] * H + n);
-          s[t] += low(w) * low(w) + high(w) * high(w);
-        }
-        s[t] = sum_of_warp(s[t]);
-        if (lane == 0) m.squares[t][warp] = s[t];
+        for (int n = 2 * thread; n < H; n += 2 * THREADS)
+          take_x(t, n, ask(embedding + tokens[t] * H + n), ask(layer.input_norm + n));
+        square = sum_of_warp(square);
+        if (lane == 0) m.squares[t][warp] = square;
+        square = 0;
       }
-      square = 0;
     } else {
       gather<H, R_X, true>(board.x, layer.input_norm, mark - 1, thread, take_x, squared);
     }
