@@ -129,11 +129,13 @@ inline void fetch(uint4* to, const void* from, bool wanted) {
   if (wanted) memcpy(to, from, 16);
 }
 inline void fetched() {}
-inline uint4 look(const uint4* p) {
+inline uint4 look(const uint4* p) {  // in two parts, as ptxas does it where it can: a reader must notice that
+  uint4 quad = *p;
   pause();
-  return *p;
+  quad.w = p->w;
+  return quad;
 }
-inline void leave(uint4* p, u32 x, u32 y, u32 z, u32 mark) { *p = {x, y, z, mark}; }
+inline void leave(uint4* p, u32 x, u32 y, u32 z, u32 w) { *p = {x, y, z, w}; }
 
 // Run body() in all threads of all programs. Who goes on next is drawn anew each time around: what depends on an order
 // that nothing promises shows.

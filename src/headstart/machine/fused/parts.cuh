@@ -82,6 +82,10 @@ __device__ __forceinline__ float sum_of_warp(float v) {
   return v;
 }
 
+// The last word of a quad: its mark, and what makes the xor of all four that mark. So every word is used wherever one is:
+// of a quad whose y and z went unused, ptxas made two loads, and new marks came with old values.
+__device__ __forceinline__ u32 sealed(u32 x, u32 y, u32 z, u32 mark) { return x ^ y ^ z ^ mark; }
+
 // Wait for COUNT quads; those at null are not wanted.
 template <int COUNT>
 __device__ __forceinline__ void await(uint4 (&quad)[COUNT], const uint4* const (&at)[COUNT], u32 mark) {
@@ -92,7 +96,7 @@ __device__ __forceinline__ void await(uint4 (&quad)[COUNT], const uint4* const (
       if (at[i]) quad[i] = look(at[i]);
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-      if (at[i] && quad[i].w != mark) there = false;
+      if (at[i] && quad[i].w != sealed(quad[i].x, quad[i].y, quad[i].z, mark)) there = false;
     if (there) return;
     if (tries > 1 << 24) __trap();  // some program is gone: better an error than for ever
   }
@@ -108,7 +112,7 @@ __device__ __forceinline__ void leave_rows(uint4* place, u32 word, int lane, u32
 #pragma unroll
   for (int copy = 0; copy < COPIES; copy += AT_A_TIME) {
     int c = copy + lane / QUADS;
-    if (c < COPIES && lane / QUADS < AT_A_TIME) leave(place + c * SIZE + q, x, y, z, mark);
+    if (c < COPIES && lane / QUADS < AT_A_TIME) leave(place + c * SIZE + q, x, y, z, sealed(x, y, z, mark));
   }
 }
 

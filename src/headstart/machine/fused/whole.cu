@@ -5,7 +5,7 @@
 // product before it waits for the inputs of this one.
 //
 // What a program has worked out, all others read. It is left on a board in quads of 16 bytes: three words of two values
-// each, and one that says for which layer of which step they are. A reader asks for a quad until that word is right:
+// each, and one that says for which layer of which step they are (``sealed``). A reader asks until that word is right:
 // one trip through L2, and no barrier. A quad is written again one layer later, by when every reader has it: nothing
 // gets that far without something from each of them. Boards have copies, each for some of the readers: many who ask
 // for the same line of L2 wait for each other.
@@ -135,10 +135,10 @@ __device__ __forceinline__ void attend(Shared& m, int head, int split, int lengt
     }
     float by = total > 0 ? __fdividef(1.f, total) : 0.f;
     float weight = total > 0 ? top + __log2f(total) : -1e30f;  // of this split among the head's
-    u32 x = narrow(a[0] * by, a[1] * by), y = narrow(a[2] * by, a[3] * by);
+    u32 x = narrow(a[0] * by, a[1] * by), y = narrow(a[2] * by, a[3] * by), z = __float_as_uint(weight);
     uint4* place = board + ((t * HEADS + head) * SPLITS + split) * PIECES + piece;
 #pragma unroll
-    for (int c = lane / PIECES; c < COPIES; c += SHARES) leave(place + c * SIZE, x, y, __float_as_uint(weight), mark);
+    for (int c = lane / PIECES; c < COPIES; c += SHARES) leave(place + c * SIZE, x, y, z, sealed(x, y, z, mark));
   }
 }
 

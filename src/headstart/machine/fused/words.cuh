@@ -48,8 +48,8 @@ __device__ __forceinline__ uint4 look(const uint4* p) {
                : "memory");
   return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
-__device__ __forceinline__ void leave(uint4* p, u32 x, u32 y, u32 z, u32 mark) {
-  u64 a = x | (u64)y << 32, b = z | (u64)mark << 32;
+__device__ __forceinline__ void leave(uint4* p, u32 x, u32 y, u32 z, u32 w) {
+  u64 a = x | (u64)y << 32, b = z | (u64)w << 32;
   asm volatile("{.reg .b128 t; mov.b128 t, {%0, %1}; st.relaxed.gpu.global.b128 [%2], t;}" ::"l"(a), "l"(b), "l"(p)
                : "memory");
 }
