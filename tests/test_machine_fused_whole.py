@@ -152,7 +152,9 @@ class OnACpu:
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(("name", "tokens", "programs"), [("biases", 2, 36), ("wide heads", 1, 36), ("narrow heads", 1, 60)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "programs"), [("biases", 2, 36), ("wide heads", 1, 36), ("narrow heads", 1, 60)]
+)
 def test_what_it_works_out_on_a_cpu(name: str, tokens: int, programs: int, tmp_path: Path) -> None:
     """All of the kernel but a GPU's own words: in any order of its programs and warps, and with idle programs."""
     model, exact = build(SHAPES[name]), build(SHAPES[name], dtype=torch.float32)
