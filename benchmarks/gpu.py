@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import machine, prompts
-from gpu_common import TOKENS, bandwidth, hugging_face, log, speed, weight_bytes
+from gpu_common import TOKENS, assisted, bandwidth, hugging_face, log, speed, weight_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart import LLM, SamplingParams
@@ -278,9 +278,7 @@ def todo(bench: Bench) -> dict[str, Callable[[], Any]]:
         "overlap_8": lambda: bench.overlapped(8),
         "tie_check": bench.tie_check,
         "hf_eager": lambda: hugging_face(bench.target, few, 48),
-        "hf_assisted_8": lambda: hugging_face(
-            bench.target, few, 64, assistant_model=bench.small, num_assistant_tokens=8
-        ),
+        "hf_assisted_8": lambda: assisted(bench.target, bench.small, few, 128, gamma=8),
         "hf_prompt_lookup": lambda: hugging_face(bench.target, few, 64, prompt_lookup_num_tokens=8),
         "cut_draft_5": lambda: bench.cut_draft(5),
         "batch_8": lambda: bench.batch(8),
@@ -288,7 +286,7 @@ def todo(bench: Bench) -> dict[str, Callable[[], Any]]:
         "long_context": bench.long_context,
         "lookup": bench.lookup,
         "adaptive": bench.adaptive,
-        "hf_static_compiled": lambda: hugging_face(bench.target, few[:1], 256, warm=64, cache_implementation="static"),
+        "hf_static_compiled": lambda: hugging_face(bench.target, few[:1], 256, cache_implementation="static"),
         "modules": lambda: bench.modules(8),
     }
 

@@ -135,13 +135,27 @@ def speed(
     }
 
 
-def hugging_face(model: Any, ids: list[list[int]], tokens: int, warm: int = 8, **options: Any) -> dict[str, Any]:
+def hugging_face(model: Any, ids: list[list[int]], tokens: int, **options: Any) -> dict[str, Any]:
+    """Hugging Face's ``generate``, after one prompt to warm up, which is as long as the others: a static cache is compiled
+    for one length."""
+    model.generation_config.eos_token_id = None  # cheaper than to forbid it at each token
     times = []
-    for at, line in enumerate([ids[0], *ids]):
-        wanted = tokens if at else warm
+    for line in [ids[0], *ids]:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        answer = greedy(model, line, wanted, min_new_tokens=wanted, **options)
+        answer = greedy(model, line, tokens, **options)
         times.append((time.perf_counter() - started, len(answer)))
     seconds, count = (sum(column) for column in zip(*times[1:], strict=True))  # the first is the warm-up
     return {"tokens_per_second": count / seconds, "prompts": len(ids), "tokens": tokens, "warm_seconds": times[0][0]}
+
+
+def assisted(model: Any, draft: Any, ids: list[list[int]], tokens: int, gamma: int) -> dict[str, Any]:
+    """Hugging Face's assisted generation with just ``gamma`` tokens a round: these are settings of the draft's."""
+    config, before = draft.generation_config, draft.generation_config.to_dict()
+    config.update(
+        num_assistant_tokens=gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    try:
+        return hugging_face(model, ids, tokens, assistant_model=draft)
+    finally:
+        config.update(**before)

@@ -33,7 +33,7 @@ def tiny(*, tied: bool = True, seed: int = 0, **changes: object) -> LlamaForCaus
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.arange(2 * 23).reshape(2, 23) * 7 % 97
+    tokens = torch.arange(2 * 23, device=next(model.parameters()).device).reshape(2, 23) * 7 % 97
     with torch.inference_mode():
         return model(tokens).logits
 
