@@ -136,7 +136,7 @@ def speed(
 
 
 def hugging_face(model: Any, ids: list[list[int]], tokens: int, **options: Any) -> dict[str, Any]:
-    """Hugging Face's ``generate``. The warm-up is as long as what is timed: static caches are compiled for one length."""
+    """Hugging Face's ``generate``. Its warm-up is as long as what is timed: static caches are compiled for a length."""
     model.generation_config.eos_token_id = None  # cheaper than to forbid it at each token
     times = []
     for line in [ids[0], *ids]:

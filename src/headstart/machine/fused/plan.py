@@ -126,7 +126,8 @@ class AttentionTile:
     chunk: int  # keys one program reads
     keys: int  # of these at a time
     warps: int
-    stages: int
+    stages: int  # where one row is short; ``deep`` elsewhere
+    deep: int
     queries: int  # queries (tokens x heads of a group) in a tile, for steps of up to 32 tokens
     one: int  # for a draft's steps of one token a row: keys at a time in the kernel made for them; 0: as any other step
 
@@ -136,7 +137,10 @@ def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) ->
     chunk = 1024 if head_dim <= 64 else 512
     queries = 64 if head_dim <= 128 else 32
     if dtype == torch.float32:
-        return AttentionTile(chunk, keys=32, warps=4, stages=2, queries=queries, one=32 if draft else 0)
+        return AttentionTile(chunk, keys=32, warps=4, stages=2, deep=2, queries=queries, one=32 if draft else 0)
     if draft:
-        return AttentionTile(chunk, keys=64, warps=8, stages=2, queries=16, one=256 if head_dim <= 64 else 128)
-    return AttentionTile(chunk, keys=64, warps=4, stages=3 if head_dim <= 128 else 2, queries=queries, one=0)
+        one = 256 if head_dim <= 64 else 128
+        return AttentionTile(chunk, keys=64, warps=8, stages=2, deep=2, queries=16, one=one)
+    # Heads of 128 on an H200: a fourth stage makes a step 3.5% shorter at 2,000 and 8,000 keys, 0.3% longer at 100.
+    stages, deep = (3, 4) if head_dim <= 128 else (2, 2)
+    return AttentionTile(chunk, keys=64, warps=4, stages=stages, deep=deep, queries=queries, one=0)
