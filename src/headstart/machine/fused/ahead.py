@@ -6,8 +6,8 @@ all cores. Does not know: which kernels there are, or what the work is.
 A kernel is compiled when it is first launched, one after the other, half a second each: a minute for all that a pair
 of models needs. Here the work is rehearsed first. A launch whose kernel is not there yet is noted and skipped; what it
 would have written stays zero, because new memory is handed out filled with zeros, so that an index read from it is a
-valid one. At the end of the rehearsal everything that was noted is compiled, by processes of its own (threads get in
-each other's way), and then taken from Triton's cache on disk. What could not be made so is compiled here.
+valid one. What is noted is compiled while the rehearsal goes on, by processes of its own (threads get in each other's
+way), and taken from Triton's cache on disk at the end. What could not be made so is compiled here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["prepare", "rehearsal"]
+__all__ = ["prepare", "rehearsal", "rehearsing"]
 
 _MOST = 32  # processes
 _PACKAGE = __name__.rpartition(".")[0]
@@ -69,23 +69,34 @@ def _begun(folder: Path) -> bool:
     return any(folder.glob("headstart-*"))
 
 
+def rehearsing() -> bool:
+    """Is this a rehearsal? Then nothing needs to be worked out, or waited for."""
+    return _rehearsing
+
+
 @contextmanager
 def rehearsal() -> Iterator[list[str]]:
-    """Kernels that are missing are not run inside, but compiled at the end. Gives their names, known by then."""
+    """Kernels that are missing are not run inside, but are there at the end. Gives their names, known by then."""
     from triton import knobs
 
     noted: dict[tuple[int, str], _Job] = {}
     names: list[str] = []
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        noted[id(fn.jit_function), key] = _Job(fn.jit_function, compile["specialization_data"])
+        place = id(fn.jit_function), key
+        if place not in noted:
+            job = noted[place] = _Job(fn.jit_function, compile["specialization_data"])
+            job.function.cache_key  # noqa: B018 - named in the order in which they are sent: see ``compiling._name``
+            if helper is not None:
+                helper.send(job)
         return True  # do not compile now
 
-    global _waiting
+    global _waiting, _rehearsing
     folder = _folder()
     prepare()
     helper, _waiting = _waiting, None
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    _rehearsing = True
     try:
         with _Zeros():  # type: ignore[no-untyped-call]
             yield names
@@ -95,6 +106,7 @@ def rehearsal() -> Iterator[list[str]]:
         raise
     finally:
         knobs.runtime.jit_cache_hook = before
+        _rehearsing = False
     jobs = list(noted.values())
     names.extend(job.function.__name__ for job in jobs)
     _compile(jobs, folder, helper)
@@ -103,11 +115,15 @@ def rehearsal() -> Iterator[list[str]]:
 def _compile(jobs: list[_Job], folder: Path, helper: _Helper | None) -> None:
     from triton.runtime._async_compile import AsyncCompileMode
 
-    names = [job.function.cache_key + job.data for job in jobs]  # in this order: see ``compiling.main``
+    names = [job.function.cache_key + job.data for job in jobs]
     known = hashlib.sha256("".join(sorted(names)).encode()).hexdigest()
     mark = folder / f"headstart-{known[:32]}"  # all these are in the cache
     if jobs and not mark.exists():
-        (helper or _Helper()).finish(jobs)
+        if helper is None:
+            helper = _Helper()
+            for job in jobs:
+                helper.send(job)
+        helper.finish()
     elif helper is not None:
         helper.give_up()
     with ThreadPoolExecutor(8) as threads, AsyncCompileMode(threads):
@@ -135,13 +151,22 @@ class _Helper:
         self._process: subprocess.Popen[str] | None = None
         if hasattr(os, "fork"):
             self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            self._say([head])
+            assert self._process.stdin is not None
+            with suppress(ImportError, AttributeError, OSError):  # room for all jobs: nobody waits for it to read them
+                import fcntl
 
-    def finish(self, jobs: list[_Job]) -> None:
-        """Compile these, and end."""
+                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
+            self._say(head)
+
+    def send(self, job: _Job) -> None:
+        """Begin to compile this."""
+        if self._process is not None:
+            self._say((job.function.fn.__module__, job.function.__name__, job.data))
+
+    def finish(self) -> None:
+        """Wait until all is compiled."""
         if self._process is None:
             return
-        self._say([(job.function.fn.__module__, job.function.__name__, job.data) for job in jobs])
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -153,12 +178,13 @@ class _Helper:
             self._process.kill()
             self._process.communicate()
 
-    def _say(self, lines: list[Any]) -> None:
+    def _say(self, line: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died: the kernels are compiled here
-            self._process.stdin.writelines(json.dumps(line) + "\n" for line in lines)
+            self._process.stdin.write(json.dumps(line) + "\n")
             self._process.stdin.flush()
 
 
 _waiting: _Helper | None = None  # started, and not yet used
+_rehearsing = False

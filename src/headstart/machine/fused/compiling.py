@@ -6,8 +6,8 @@ Knows: how to build a kernel for a GPU that it never touches. Does not know: wha
 package: it stands on the kernels' modules alone, because importing everything takes longer than compiling.
 
 Its first line of input says for which GPU, which modules hold the kernels and how many workers there are; the modules
-are imported at once. Each further line is one job: (module, function, what Triton calls its specialization data).
-When the input ends, the workers are forked, take job after job, and end.
+are imported at once. Each further line is one job: (module, function, what Triton calls its specialization data). Jobs
+are begun as they come, each in a process forked for it. When the input has ended and all are done, so is this.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ import hashlib
 import importlib
 import json
 import os
+import select
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
+
+_PATIENCE = 0.005  # seconds between two looks at whether a worker has ended
+
+Job = tuple[str, str, str]
 
 
 class _Stand:
@@ -64,7 +70,7 @@ def _launcher(kernel: Any, taken: Path) -> None:
         CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _compile(job: tuple[str, str, str], taken: Path) -> None:
+def _compile(job: Job, taken: Path) -> None:
     module, function, data = job
     try:
         _launcher(getattr(importlib.import_module(module), function).preload(data), taken)
@@ -72,30 +78,70 @@ def _compile(job: tuple[str, str, str], taken: Path) -> None:
         print(f"{function}: {error}", file=sys.stderr)
 
 
-def _warps(job: tuple[str, str, str]) -> int:
+def _name(job: Job) -> None:
+    """Let Triton name the kernel. The name depends on which kernel's it worked out first, so it is done in the order of
+    the jobs, as whoever sends them has done."""
+    getattr(importlib.import_module(job[0]), job[1]).cache_key  # noqa: B018
+
+
+def _warps(job: Job) -> int:
     """How many warps a kernel has: the fewer, the more each thread has to do, and the longer it takes to compile."""
     return int(json.loads(job[2])["options"]["num_warps"])
 
 
-def _share(jobs: list[tuple[str, str, str]], workers: int, taken: Path) -> None:
-    """Compile the jobs, each by the worker that asks for one first. The longest should come first."""
-    out, into = os.pipe()
-    os.write(into, b"".join(i.to_bytes(4, "little") for i in range(len(jobs))))
-    os.close(into)
-    for _ in range(min(workers, len(jobs))):
-        if os.fork() == 0:
-            try:
-                while number := os.read(out, 4):  # four bytes are read whole or not at all
-                    _compile(jobs[int.from_bytes(number, "little")], taken)
-            finally:
-                os._exit(0)
-    with suppress(ChildProcessError):  # all are done
-        while True:
-            os.wait()
+class _Lines:
+    """Lines of a file that is still being written."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._rest, self.open = file, b"", True
+
+    def read(self, patience: float | None) -> list[str]:
+        """Those that are there; if there are none, those that come within so many seconds (None: for ever)."""
+        if not self.open or not select.select([self._file], [], [], patience)[0]:
+            return []
+        found = os.read(self._file, 1 << 20)
+        self.open = bool(found)
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        return [line.decode() for line in lines]
+
+    def one(self) -> str:
+        """The next one, which must not have been read with others yet."""
+        line = b""
+        while not line.endswith(b"\n"):
+            line += os.read(self._file, 1) or b"\n"
+        return line.decode()
+
+
+def _work(lines: _Lines, workers: int, name: Callable[[Job], None], make: Callable[[Job], None]) -> None:
+    """``name`` all jobs as they come, and ``make`` each as soon as a worker is free, those that take long first."""
+    waiting: list[Job] = []
+    running, first = 0, True
+    while lines.open or waiting or running:
+        busy = running > 0
+        for line in lines.read(_PATIENCE if busy else None):
+            job = tuple(json.loads(line))
+            name(job)
+            waiting.append(job)
+        if busy:  # where nothing more is to be read, wait for a worker's end
+            ended, _ = os.waitpid(-1, os.WNOHANG if lines.open else 0)
+            running -= ended != 0
+        if first and waiting:  # what Triton works out once a process is then there for all
+            make(waiting.pop(0))
+            first = False
+        waiting.sort(key=_warps)
+        while waiting and running < workers:
+            job = waiting.pop(0)
+            if os.fork() == 0:
+                try:
+                    make(job)
+                finally:
+                    os._exit(0)
+            running += 1
 
 
 def main() -> None:
-    head = json.loads(sys.stdin.readline())
+    lines = _Lines(sys.stdin.fileno())
+    head = json.loads(lines.one())
     _bare_packages(head["package"])
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -103,15 +149,8 @@ def main() -> None:
     driver.set_active(_Stand(GPUTarget(*head["target"])))
     for module in head["modules"]:
         importlib.import_module(module)
-    jobs = [tuple(json.loads(line)) for line in sys.stdin]
-    # Triton's name for a kernel depends on which kernel's name it worked out first: here in the order of the jobs, as
-    # whoever sends them has done.
-    for module, function, _ in jobs:
-        getattr(importlib.import_module(module), function).cache_key  # noqa: B018
     with tempfile.TemporaryDirectory() as taken:
-        for job in jobs[:1]:  # what Triton works out once a process is then there for all
-            _compile(job, Path(taken))
-        _share(sorted(jobs[1:], key=_warps), head["workers"], Path(taken))
+        _work(lines, head["workers"], _name, lambda job: _compile(job, Path(taken)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .ahead import rehearsing
 from .lower import Weights
 from .nvrtc import Kernel, binary
 
@@ -103,7 +104,7 @@ class WholeModel:
     def __init__(
         self, weights: Weights, buffers: Sequence[tuple[Tensor, Tensor]], rotary: tuple[Tensor, Tensor], programs: int
     ) -> None:
-        """Compiling begins, on threads of its own; ``takes`` waits for it."""
+        """Compiling begins, on threads of its own; ``takes`` waits for it, but in a rehearsal."""
         w, device = weights, weights.device
         self._weights, self._rotary = weights, rotary
         self._sizes = _Sizes(weights, programs)
@@ -125,7 +126,11 @@ class WholeModel:
 
     def takes(self, tokens: int, bound: int) -> bool:
         """Can this be a step of so many tokens, where the row will not have more than ``bound`` keys?"""
-        return tokens in TOKENS and bound <= KEYS * max(SPLITS) and self._ready()
+        return tokens in TOKENS and bound <= KEYS * max(SPLITS) and (self._expected() or self._ready())
+
+    def _expected(self) -> bool:
+        """In a rehearsal, while it is being compiled: it is not waited for."""
+        return rehearsing() and self._binaries is not None
 
     def _ready(self) -> bool:
         """Load what was compiled. False if that failed."""
@@ -147,6 +152,8 @@ class WholeModel:
         w, splits = self._weights, next(s for s in SPLITS if bound <= KEYS * s)
         scaled = torch.empty(1, w.hidden, device=w.device, dtype=w.dtype)
         squares = torch.empty(1, self._sizes.with_x, device=w.device)
+        if self._expected():
+            return scaled, squares
         arguments = [
             self._layers, w.embedding, w.norm, tokens, lengths, *self._rotary, ctypes.c_int64(self._capacity),
             ctypes.c_int64(row * self._row), self._boards, self._epoch, scaled, squares,
