@@ -25,6 +25,7 @@ RATES = {
     "draft 8": ("speculative_8",),
     "draft 12": ("speculative_12",),
     "draft 8, sampled": ("sampled_8",),
+    "draft, gamma auto": ("adaptive",),
     "draft 8, overlap": ("overlap_8", "greedy"),
     "draft 8, sampled, overlap": ("overlap_8", "sampled"),
 }
