@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--per-kind", type=int, default=10, help="prompts of each kind of task")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--draft", help="a draft for the embedded model, say from `headstart distill --kind model`")
+    parser.add_argument("--assistant-tokens", type=int, default=2, help="tokens a draft, for HF assisted generation")
     parser.add_argument("--draft-tokens", type=int, default=48, help="for the draft-model pair")
     parser.add_argument(
         "--draft-noise", type=float, default=0.04, help="how far the draft's weights are off; 0.08: alpha 0.7"
@@ -343,6 +344,12 @@ def main() -> None:
         llm = LLM(big, draft, quantization=None, draft_quantization=None, max_rows=1)
         peer = hugging_face(copy, assistant_model=other)
         add("draft", llm, "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
+        # Its defaults end a draft where the draft model is not sure. Short drafts of one length suit a CPU better.
+        count = arguments.assistant_tokens
+        other.generation_config.update(
+            num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        )
+        add("draft_short", llm, "headstart draft model", (f"HF assisted ({count})", peer), arguments.draft_tokens)
     if results:
         show(results)
 

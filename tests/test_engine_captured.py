@@ -6,6 +6,7 @@ The recordings themselves are tested on a GPU (tests marked ``gpu``); what is re
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,11 @@ from headstart.types import Completion, Request
 class DeviceTable(TableRunner):
     def device_forward(self, tokens: Any, lengths: Any, keep: int, bound: int) -> Any:
         return self.forward(slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
+
+    def brief(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    beside = brief
 
 
 def noisy(model: Any, share: float = 0.15) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from ..drafters.model import ModelDrafter
 from ..machine.graphs import Recorder, Recording
-from ..machine.runner import EagerRunner, ModelRunner
 from ..maths.inner import PLAIN, Inner
 from ..types import Origin, Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
@@ -327,7 +325,7 @@ class CapturedRounds:
         for shape in self._shapes():
             for runner, body in self._bodies(shape):
                 yield partial(self._briefly, runner, body)
-        runners = (self._target, *([self._drafter.runner] if self._drafter is not None else []))
+        runners = (self._target, *([self._programs.draft_runner] if self.drafting else []))
         for runner in runners:
             for width in _PREFILLS:
                 yield partial(self._briefly, runner, partial(_read_zeros, runner, width))
@@ -338,11 +336,11 @@ class CapturedRounds:
         for tensor, value in zip(self._programs.changed(len(self._state.lengths)), kept, strict=True):
             tensor.copy_(value)
 
-    def _bodies(self, shape: Shape) -> Iterator[tuple[ModelRunner, Callable[[], None]]]:
+    def _bodies(self, shape: Shape) -> Iterator[tuple[DeviceRunner, Callable[[], None]]]:
         """The programs of a shape, and whose layers they run."""
         yield self._target, partial(self._programs.verify, shape)
-        if shape.gamma and self._drafter is not None:
-            yield self._drafter.runner, partial(self._programs.draft, shape, self._before(shape.gamma), 2)
+        if shape.gamma and self.drafting:
+            yield self._programs.draft_runner, partial(self._programs.draft, shape, self._before(shape.gamma), 2)
 
     def _shapes(self) -> Iterator[Shape]:
         """The largest first, so that the others find their memory there."""
@@ -360,9 +358,8 @@ class CapturedRounds:
         if found is None:
             programs, state = self._programs, self._programs.changed(shape.rows)
             if known is self._drafts:
-                assert self._drafter is not None
                 body = partial(programs.draft, shape, self._before(shape.gamma))
-                warm = partial(self._briefly, self._drafter.runner, partial(body, 2))
+                warm = partial(self._briefly, programs.draft_runner, partial(body, 2))
                 found = self._recorder.record(body, state=state, warm=warm)
             else:
                 body = partial(programs.verify, shape)
@@ -371,12 +368,12 @@ class CapturedRounds:
         return found
 
     @staticmethod
-    def _briefly(runner: ModelRunner, body: Callable[[], None]) -> None:
-        with runner.brief() if isinstance(runner, EagerRunner) else nullcontext():
+    def _briefly(runner: DeviceRunner, body: Callable[[], None]) -> None:
+        with runner.brief():
             body()
 
 
-def _read_zeros(runner: ModelRunner, width: int, keep: int = 1) -> None:
+def _read_zeros(runner: DeviceRunner, width: int, keep: int = 1) -> None:
     tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
     runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
 

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..machine.graphs import Recorder, Recording
-from ..machine.runner import EagerRunner, ModelRunner
 from ..maths import noise
 from .captured import CapturedRounds, Flight, Outcome
 from .programs import DeviceRunner, Shape
@@ -103,11 +101,10 @@ class OverlappedRounds(CapturedRounds):
                 self._continuation(shape)
         super().warm_up(report)
 
-    def _bodies(self, shape: Shape) -> Iterator[tuple[ModelRunner, Callable[[], None]]]:
+    def _bodies(self, shape: Shape) -> Iterator[tuple[DeviceRunner, Callable[[], None]]]:
         yield from super()._bodies(shape)
         if _goes_on(shape):
-            assert self._drafter is not None
-            yield self._drafter.runner, partial(self._continue_beside, shape)
+            yield self._programs.draft_runner, partial(self._continue_beside, shape)
 
     def forget(self) -> None:
         self._wait()
@@ -161,22 +158,19 @@ class OverlappedRounds(CapturedRounds):
         found = self._continuations.get(shape)
         if found is None:
             body = partial(self._continue_beside, shape)
-            assert self._drafter is not None
-            warm = partial(self._briefly, self._drafter.runner, body)
+            warm = partial(self._briefly, self._programs.draft_runner, body)
             found = self._continuations[shape] = self._side_recorder.record(body, warm=warm)
         return found
 
     def _continue_beside(self, shape: Shape) -> None:
-        assert self._drafter is not None
-        runner = self._drafter.runner
-        with runner.beside() if isinstance(runner, EagerRunner) else nullcontext():
+        with self._programs.draft_runner.beside():
             self._continue(shape)
 
     def _continue(self, shape: Shape) -> None:
         """The target's bonus as the draft sees it, and the next round's draft behind it."""
         programs, s, gamma = self._programs, self._state, shape.gamma
         assert self._drafter is not None
-        runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
+        runner = programs.draft_runner
         warp = s.warp(1, shape.kind, draft=True)
         at = self._origin + gamma
         logits = self._drafter.fit(

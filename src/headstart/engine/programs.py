@@ -8,6 +8,7 @@ Nothing here reads a tensor on the host, so on a GPU a program is recorded once 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -39,6 +40,12 @@ class DeviceRunner(ModelRunner, Protocol):
 
         No running row gets past ``bound`` keys; an idle one may, and what it computes then may be anything.
         """
+
+    def brief(self) -> AbstractContextManager[None]:
+        """Inside, a forward may do as little as it takes to have run every kernel once."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is launched inside may run at the same time as something else on the device."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,11 @@ class Programs:
         }
         self._scratch = torch.zeros_like(state.counts) if drafter is not None else None
 
+    @property
+    def draft_runner(self) -> DeviceRunner:
+        assert self._drafter is not None
+        return self._drafter.runner  # type: ignore[return-value]  # see ``opening.open_captured``
+
     def q(self, rows: int, gamma: int) -> Tensor:
         """[R, N, V], the place for the draft's distributions."""
         return self._q[:rows, :gamma]
@@ -139,7 +151,7 @@ class Programs:
         """
         s, rows = self.state, shape.rows
         assert self._drafter is not None
-        runner: DeviceRunner = self._drafter.runner  # type: ignore[assignment]
+        runner = self.draft_runner
         warp = s.warp(rows, shape.kind, draft=True)
         slots = _lines(len(steps), rows, s.device)  # [N, R]
         torch.add(at, self._steps[fed.shape[1]][steps.start : steps.stop], out=slots)
