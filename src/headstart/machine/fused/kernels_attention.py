@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_blocks import done, wait
-from .plan import AttentionTile, power_of_two
+from .plan import AttentionTile, pieces, power_of_two
 
 __all__ = ["attend"]
 
@@ -293,7 +293,7 @@ def attend(
     rows, kv, capacity = keys.shape[0], keys.shape[1], keys.shape[2]
     assert tokens == rows * width
     group = heads // kv
-    splits = triton.cdiv(bound, t.chunk) if work is not None else 1
+    splits = pieces(bound, t.chunk) if work is not None else 1
     common = {
         "HEADS": heads,
         "D": d,
@@ -313,7 +313,7 @@ def attend(
         bits, depths = tree if tree is not None else (lengths, lengths)
         # Few tokens: one size for all, so that a token's sums are the same alone and among others.
         tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
-        _attend_kernel[(splits, rows * kv, triton.cdiv(group * width, tile))](
+        _attend_kernel[(splits, rows * kv, pieces(group * width, tile))](
             query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0,
             scale * _LOG2E, BQ=tile, TREE=tree is not None, **cut, **common,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .kernels_blocks import done, load_groups, unpack, wait, widen
 from .kernels_matmul import stored
-from .plan import Tile, power_of_two
+from .plan import Tile, pieces, power_of_two
 from .rounding import Matrix
 
 __all__ = ["attend_alone", "join_residual"]
@@ -192,7 +192,7 @@ def join_residual(
 ) -> None:
     """``matmul_residual`` of what ``attend_alone`` left: residual [1, N] += attended W^T + bias, and so on."""
     (outputs, inputs), (heads, splits, d) = w.shape, work[0].shape
-    tiles = triton.cdiv(outputs, t.rows)
+    tiles = pieces(outputs, t.rows)
     assert squares.shape == (1, tiles)
     assert heads * d == inputs
     _join_kernel[(tiles,)](

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .plan import pieces
+
 __all__ = ["keys", "round_key", "words_of"]
 
 _BLOCK = 128
@@ -71,7 +73,7 @@ def keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int)
         return low, high
     fixed_offset, fixed_stream = not isinstance(offset, Tensor), not isinstance(stream, Tensor)
     base = base.contiguous()
-    _keys_kernel[(triton.cdiv(low.numel(), _BLOCK),)](
+    _keys_kernel[(pieces(low.numel(), _BLOCK),)](
         seed.contiguous(),
         base,
         base if fixed_offset else offset.contiguous(),

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import kernels_stream as stream
 from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, store_heads, wait
-from .plan import LATE, PROGRAMS, Tile, fitting_stages, power_of_two
+from .plan import LATE, PROGRAMS, Tile, fitting_stages, pieces, power_of_two
 from .rounding import Matrix
 
 __all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows", "stored"]
@@ -174,15 +174,15 @@ def _launch(
         return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
-    together = t.together if padded <= 16 else triton.cdiv(t.together, 2)  # as many sums as there are registers
-    groups = triton.cdiv(tiles, together)
-    per = triton.cdiv(groups, PROGRAMS)
+    together = t.together if padded <= 16 else pieces(t.together, 2)  # as many sums as there are registers
+    groups = pieces(tiles, together)
+    per = pieces(groups, PROGRAMS)
     height = 2 * t.rows if pair else t.rows
     ask = min(t.prefetch // (height * together), w.data.shape[1] * w.data.element_size()) // 16 * 16
     stages = fitting_stages(t, height, together, padded, bits=w.bits, size=x.element_size())
     options |= {"PER": per, "G": together, "ASK": ask, "WARPS": t.warps, "BM": padded}
     options |= {"LATE": max(LATE // together, 1)}
-    return kernels[1][(triton.cdiv(groups, per),)], options | {"num_stages": stages}
+    return kernels[1][(pieces(groups, per),)], options | {"num_stages": stages}
 
 
 def stored(w: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ def matmul(
 ) -> None:
     """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
     rows, inputs = x.shape
-    kernel, options = _launch((_matmul_kernel, stream.matmul_kernel), w, triton.cdiv(w.shape[0], t.rows), t, x, pdl)
+    kernel, options = _launch((_matmul_kernel, stream.matmul_kernel), w, pieces(w.shape[0], t.rows), t, x, pdl)
     kernel(
         x, *stored(w, x), x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0],
         K=inputs, NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **options,
@@ -223,7 +223,7 @@ def matmul_residual(
 ) -> None:
     """residual [M, N] += x W^T + bias; scaled = residual * gain; squares [M, tiles] = parts of sum(residual^2)."""
     rows, inputs = x.shape
-    tiles = triton.cdiv(w.shape[0], t.rows)
+    tiles = pieces(w.shape[0], t.rows)
     assert squares.shape[1] == tiles
     kernel, options = _launch((_residual_kernel, stream.residual_kernel), w, tiles, t, x, pdl)
     kernel(
@@ -236,7 +236,7 @@ def matmul_swiglu(x: Tensor, w: Matrix, out: Tensor, t: Tile, *, squares: Tensor
     """out [M, F] = silu(gate) * up, with [gate; up] = norm(x) W^T and W [2F, K]."""
     rows, inputs = x.shape
     ffn = w.shape[0] // 2
-    tiles = triton.cdiv(ffn, t.rows)
+    tiles = pieces(ffn, t.rows)
     kernel, options = _launch((_swiglu_kernel, stream.swiglu_kernel), w, tiles, t, x, pdl, pair=True)
     kernel(x, *stored(w, x), squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_blocks import pair, wait
-from .plan import power_of_two
+from .plan import pieces, power_of_two
 
 __all__ = ["embed", "norm", "remember", "rotate", "swiglu"]
 
@@ -204,4 +204,4 @@ def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
     """out [M, F] = silu(gate) * up from gate_up [M, 2F]."""
     rows, ffn = out.shape
-    _swiglu_kernel[(rows, triton.cdiv(ffn, 1024))](gate_up, out, ffn, BF=1024, num_warps=4)
+    _swiglu_kernel[(rows, pieces(ffn, 1024))](gate_up, out, ffn, BF=1024, num_warps=4)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .plan import pieces
 from .rounding import GROUP, MINIMUM_UP, SCALE_UP, Matrix
 
 __all__ = ["spell_out"]
@@ -49,7 +50,7 @@ def spell_out(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     assert GROUP == 32
     outputs, inputs = matrix.shape
     out = torch.empty(outputs, inputs, dtype=dtype, device=matrix.data.device)
-    grid = (outputs, triton.cdiv(matrix.data.shape[1], _BLOCK))
+    grid = (outputs, pieces(matrix.data.shape[1], _BLOCK))
     if matrix.bits == 8:
         _bytes_kernel[grid](matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK)
     else:

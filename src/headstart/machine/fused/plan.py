@@ -21,6 +21,7 @@ __all__ = [
     "Tile",
     "attention_tile",
     "fitting_stages",
+    "pieces",
     "power_of_two",
     "tile",
 ]
@@ -32,6 +33,11 @@ LATE = 4  # loop steps before its end at which a streaming kernel lets the next 
 _SHARED = 227 * 1024  # bytes of shared memory that a program can have
 ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
 ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
+
+
+def pieces(n: int, size: int) -> int:
+    """How many pieces of this size make n, the last one perhaps a part. (``triton.cdiv`` takes far longer.)"""
+    return -(-n // size)
 
 
 def power_of_two(n: int) -> int:
@@ -113,8 +119,8 @@ def _balanced(outputs: int, most: int) -> int:
     """The rows of a tile, ``most`` or half of that: whichever keeps more programs busy, the larger if it is close."""
 
     def busy(rows: int) -> float:
-        tiles = -(-outputs // rows)
-        return tiles / (-(-tiles // PROGRAMS) * PROGRAMS)
+        tiles = pieces(outputs, rows)
+        return tiles / (pieces(tiles, PROGRAMS) * PROGRAMS)
 
     return most if busy(most) > 0.9 * busy(most // 2) else most // 2
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from .ahead import rehearsing
 from .lower import Weights
 from .nvrtc import Kernel, binary
+from .plan import pieces
 
 __all__ = ["WholeModel", "open_whole", "why_not_whole"]
 
@@ -35,10 +36,6 @@ _COPIES = 8  # of a board: measured, 1 makes a step 7% slower, 32 5%
 _WORDS = 96  # registers that a thread has for weights: half of all
 
 
-def _up(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 class _Sizes:
     """How a model is dealt to programs."""
 
@@ -46,12 +43,18 @@ class _Sizes:
         w = weights
         self.programs = programs
         inner, qkv = w.heads * w.head_dim, (w.heads + 2 * w.kv_heads) * w.head_dim
-        rows_qkv, rows_x, rows_f = self.rows = [2 * _up(n, 2 * programs) for n in (qkv, w.hidden, w.ffn)]
-        self.with_x = _up(w.hidden, rows_x)
+        rows_qkv, rows_x, rows_f = self.rows = [2 * pieces(n, 2 * programs) for n in (qkv, w.hidden, w.ffn)]
+        self.with_x = pieces(w.hidden, rows_x)
         self.products = [(rows_qkv, w.hidden), (rows_x, inner), (2 * rows_f, w.hidden), (rows_x, w.ffn)]
-        x = self.with_x * _up(rows_x, _VALUES)
+        x = self.with_x * pieces(rows_x, _VALUES)
         heads = w.heads * max(SPLITS) * w.head_dim // 4
-        quads = [_up(qkv, rows_qkv) * _up(rows_qkv, _VALUES), heads, x, _up(w.ffn, rows_f) * _up(rows_f, _VALUES), x]
+        quads = [
+            pieces(qkv, rows_qkv) * pieces(rows_qkv, _VALUES),
+            heads,
+            x,
+            pieces(w.ffn, rows_f) * pieces(rows_f, _VALUES),
+            x,
+        ]
         self.boards = [_COPIES * max(TOKENS) * count for count in quads]
 
         self.slices = [_slices(rows, inputs) for rows, inputs in self.products]
@@ -64,7 +67,7 @@ class _Sizes:
 
 
 def _words(rows: int, inputs: int, slices: int) -> int:
-    return _up(rows * slices, WARPS) * (inputs // slices // 64)
+    return pieces(rows * slices, WARPS) * (inputs // slices // 64)
 
 
 def _slices(rows: int, inputs: int) -> int:
