@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -341,15 +342,15 @@ def main() -> None:
         else:
             big, draft = pair(target, arguments.draft_noise)
             copy, other = big, draft  # too large to have twice
-        llm = LLM(big, draft, quantization=None, draft_quantization=None, max_rows=1)
+        ours = partial(LLM, big, draft, quantization=None, draft_quantization=None, max_rows=1)
         peer = hugging_face(copy, assistant_model=other)
-        add("draft", llm, "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
-        # Its defaults end a draft where the draft model is not sure. Short drafts of one length suit a CPU better.
+        add("draft", ours(), "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
+        # Its defaults end a draft where the draft model is not sure. The other way is short drafts of one length.
         count = arguments.assistant_tokens
         other.generation_config.update(
             num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
         )
-        add("draft_short", llm, "headstart draft model", (f"HF assisted ({count})", peer), arguments.draft_tokens)
+        add("draft_short", ours(), "headstart draft model", (f"HF assisted ({count})", peer), arguments.draft_tokens)
     if results:
         show(results)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from headstart.machine.fused import compiling, whole
+from headstart.machine.fused.plan import BOUNDS, attention_tile, pieces
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are f
 # it takes; those named "dies" end their process.
 DRIVER = """
 import json, os, sys, time
+{before}
 sys.path.insert(0, {folder!r})
 import compiling
 
@@ -38,15 +40,21 @@ def make(job):
 
 lines = compiling._Lines(0)
 note("head", lines.one().strip())
-compiling._work(lines, {workers}, lambda job: note("name", job[1]), make)
+
+def name(job):
+    if job[1] == "no name":
+        raise AttributeError(job[1])
+    note("name", job[1])
+
+compiling._work(lines, {workers}, name, make)
 note("done", "")
 """
 
 
 class Helper:
-    def __init__(self, folder: Path, workers: int) -> None:
-        self._log = folder / "log.jsonl"
-        code = DRIVER.format(folder=str(Path(compiling.__file__).parent), log=str(self._log), workers=workers)
+    def __init__(self, folder: Path, workers: int, before: str = "") -> None:
+        self._log, here = folder / "log.jsonl", Path(compiling.__file__).parent
+        code = DRIVER.format(folder=str(here), log=str(self._log), workers=workers, before=before)
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         self.say("a head\n")
 
@@ -117,9 +125,20 @@ def test_no_more_at_a_time_than_there_are_workers(tmp_path: Path) -> None:
     assert len(names(notes, "end")) == 7
 
 
+def test_a_free_worker_does_not_wait_for_a_busy_one(tmp_path: Path) -> None:
+    helper = Helper(tmp_path, 2)
+    helper.send("first")
+    helper.send("slow", seconds=2)
+    helper.until("begin", "slow")
+    helper.send("quick")
+    helper.until("end", "quick")
+    assert "slow" not in names(helper.notes(), "end")
+    assert "slow" in names(helper.finish(), "end")
+
+
 def test_what_takes_long_comes_first(tmp_path: Path) -> None:
     helper = Helper(tmp_path, 1)
-    helper.send("first", seconds=0.3)
+    helper.send("first", seconds=1)
     helper.until("begin", "first")  # the others wait together
     for name, warps in (("short", 8), ("long", 1), ("middle", 4)):
         helper.send(name, warps=warps)
@@ -133,6 +152,22 @@ def test_a_worker_that_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
     for name in ("a", "dies", "b", "dies", "c"):
         helper.send(name)
     assert sorted(names(helper.finish(), "end")) == ["a", "b", "c"]
+
+
+def test_what_is_no_kernel_is_left_out(tmp_path: Path) -> None:
+    helper = Helper(tmp_path, 1)
+    helper.send("a")
+    helper.say(json.dumps(["0", "b", "{}"]) + "\n")
+    helper.send("no name")
+    helper.send("c")
+    assert names(helper.finish(), "end") == ["a", "c"]
+
+
+def test_ends_of_workers_that_somebody_else_hears_of(tmp_path: Path) -> None:
+    helper = Helper(tmp_path, 2, "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    for i in range(6):
+        helper.send(str(i), seconds=0.02)
+    assert len(names(helper.finish(), "end")) == 6
 
 
 def test_lines_that_come_in_pieces(tmp_path: Path) -> None:
@@ -149,8 +184,16 @@ def test_nothing_to_do(tmp_path: Path) -> None:
     assert names(Helper(tmp_path, 4).finish(), "done") == [""]
 
 
+class Making(Future[bytes]):
+    """What is still being compiled. Nobody may wait for it."""
+
+    def result(self, timeout: float | None = None) -> bytes:
+        assert self.done(), "waited for the compiler"
+        return super().result(timeout)
+
+
 def half_open(made: Future[bytes]) -> whole.WholeModel:
-    """A model in one kernel that is still being compiled."""
+    """A model in one kernel that is being compiled."""
     model = whole.WholeModel.__new__(whole.WholeModel)
     model._weights = SimpleNamespace(hidden=8, device=torch.device("cpu"), dtype=torch.bfloat16)  # type: ignore[assignment]
     model._sizes = SimpleNamespace(with_x=3)  # type: ignore[assignment]
@@ -159,7 +202,7 @@ def half_open(made: Future[bytes]) -> whole.WholeModel:
 
 
 def test_a_rehearsal_does_not_wait_for_the_kernel_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Future[bytes] = Future()
+    made = Making()
     model, token = half_open(made), torch.zeros(1, dtype=torch.int64)
     monkeypatch.setattr(whole, "rehearsing", lambda: True)
     assert model.takes(1, 512)
@@ -173,10 +216,28 @@ def test_a_rehearsal_does_not_wait_for_the_kernel_of_a_draft(monkeypatch: pytest
     assert list(model._kernels.values()) == ["a kernel"]
 
 
-def test_a_kernel_that_failed_is_not_expected_in_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Future[bytes] = Future()
+@pytest.mark.parametrize("known", [False, True])
+def test_a_kernel_that_failed_is_not_expected_in_a_rehearsal(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Making()
     made.set_exception(RuntimeError("no"))
     model = half_open(made)
-    assert not model.takes(1, 512)
+    if known:
+        assert not model.takes(1, 512)
     monkeypatch.setattr(whole, "rehearsing", lambda: True)
     assert not model.takes(1, 512)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("capacity", [300, 600, 1100, 1500, 2048, 4096, 20000])
+def test_no_attention_kernel_is_first_met_while_serving(head_dim: int, capacity: int) -> None:
+    """Recordings have bounds of ``BOUNDS``; a prompt is read with bounds in steps of 512, cut to the capacity."""
+    t = attention_tile(head_dim, torch.bfloat16)
+
+    def kernel(bound: int, *, split: bool = True) -> tuple[bool, int]:
+        splits = pieces(bound, t.chunk) if split else 1
+        return splits > 1, t.stages_for(1, splits)
+
+    recorded = {kernel(bound) for bound in (*(b for b in BOUNDS if b < capacity), capacity)}
+    recorded.add(kernel(512))  # a short prompt, see ``CapturedRounds.rehearsed``
+    bounds = [min(bound, capacity) for bound in range(512, 33000, 512)]
+    assert {kernel(bound, split=split) for bound in bounds for split in (True, False)} <= recorded

@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -150,7 +152,11 @@ class _Helper:
         program = [sys.executable, "-P", str(Path(__file__).with_name("compiling.py"))]
         self._process: subprocess.Popen[str] | None = None
         if hasattr(os, "fork"):
-            self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self._notes = tempfile.TemporaryDirectory()
+            head["notes"] = self._notes.name
+            self._process = subprocess.Popen(
+                program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            )
             assert self._process.stdin is not None
             with suppress(ImportError, AttributeError, OSError):  # room for all jobs: nobody waits for it to read them
                 import fcntl
@@ -171,12 +177,15 @@ class _Helper:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+        self._notes.cleanup()
 
     def give_up(self) -> None:
         """Nothing is to be compiled."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its workers too
             self._process.communicate()
+            self._notes.cleanup()
 
     def _say(self, line: Any) -> None:
         assert self._process is not None

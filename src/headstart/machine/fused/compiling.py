@@ -5,9 +5,10 @@
 Knows: how to build a kernel for a GPU that it never touches. Does not know: what is done with it, or the rest of this
 package: it stands on the kernels' modules alone, because importing everything takes longer than compiling.
 
-Its first line of input says for which GPU, which modules hold the kernels and how many workers there are; the modules
-are imported at once. Each further line is one job: (module, function, what Triton calls its specialization data). Jobs
-are begun as they come, each in a process forked for it. When the input has ended and all are done, so is this.
+Its first line of input says for which GPU, which modules hold the kernels, how many workers there are and where they
+leave notes for each other; the modules are imported at once. Each further line is one job: (module, function, what
+Triton calls its specialization data). Jobs are begun as they come, each in a process forked for it. When the input has
+ended and all are done, so is this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import json
 import os
 import select
 import sys
-import tempfile
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -114,23 +114,27 @@ class _Lines:
 
 def _work(lines: _Lines, workers: int, name: Callable[[Job], None], make: Callable[[Job], None]) -> None:
     """``name`` all jobs as they come, and ``make`` each as soon as a worker is free, those that take long first."""
-    waiting: list[Job] = []
+    waiting: list[tuple[int, Job]] = []
     running, first = 0, True
     while lines.open or waiting or running:
         busy = running > 0
         for line in lines.read(_PATIENCE if busy else None):
             job = tuple(json.loads(line))
-            name(job)
-            waiting.append(job)
+            with suppress(Exception):  # else whoever wants the kernel compiles it himself
+                name(job)
+                waiting.append((_warps(job), job))
         if busy:  # where nothing more is to be read, wait for a worker's end
-            ended, _ = os.waitpid(-1, os.WNOHANG if lines.open else 0)
-            running -= ended != 0
+            try:
+                ended, _ = os.waitpid(-1, os.WNOHANG if lines.open else 0)
+                running -= ended != 0
+            except ChildProcessError:  # somebody else heard of it
+                running = 0
         if first and waiting:  # what Triton works out once a process is then there for all
-            make(waiting.pop(0))
+            make(waiting.pop(0)[1])
             first = False
-        waiting.sort(key=_warps)
+        waiting.sort(key=lambda one: one[0])
         while waiting and running < workers:
-            job = waiting.pop(0)
+            _, job = waiting.pop(0)
             if os.fork() == 0:
                 try:
                     make(job)
@@ -149,8 +153,8 @@ def main() -> None:
     driver.set_active(_Stand(GPUTarget(*head["target"])))
     for module in head["modules"]:
         importlib.import_module(module)
-    with tempfile.TemporaryDirectory() as taken:
-        _work(lines, head["workers"], _name, lambda job: _compile(job, Path(taken)))
+    taken = Path(head["notes"])
+    _work(lines, head["workers"], _name, lambda job: _compile(job, taken))
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ def attend(
     } | ({"launch_pdl": True} if pdl else {})
     part, stats = work if work is not None else (out, out)
     cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30, "SPLIT": splits > 1}
-    cut |= {"num_warps": t.warps, "num_stages": t.stages if rows == 1 and splits <= 2 else t.deep}  # changes no sum
+    cut |= {"num_warps": t.warps, "num_stages": t.stages_for(rows, splits)}
     if t.one and width == 1:
         _attend_one_kernel[(splits, rows * kv)](
             query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale * _LOG2E,

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "ALONE_CHUNK",
     "ALONE_SPLITS",
+    "BOUNDS",
     "LATE",
     "PROGRAMS",
     "AttentionTile",
@@ -27,9 +28,13 @@ __all__ = [
 ]
 
 
+# The most keys of a row in a recording. Up to 512 and 1,024 keys attention is one kernel a layer, or two; beyond, a
+# bound only says how many programs there are.
+BOUNDS = (512, 1024, 16384, 131072)
 PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
 
 LATE = 4  # loop steps before its end at which a streaming kernel lets the next one start
+_SHORT = 1024  # keys
 _SHARED = 227 * 1024  # bytes of shared memory that a program can have
 ALONE_CHUNK = 64  # keys a program takes in a draft's attention for a single token
 ALONE_SPLITS = 16  # with more of them (longer rows) joining them costs more than it saves
@@ -132,10 +137,14 @@ class AttentionTile:
     chunk: int  # keys one program reads
     keys: int  # of these at a time
     warps: int
-    stages: int  # where one row is short; ``deep`` elsewhere
-    deep: int
+    stages: int  # where there is one row, and it is short ...
+    deep: int  # ... and elsewhere
     queries: int  # queries (tokens x heads of a group) in a tile, for steps of up to 32 tokens
     one: int  # for a draft's steps of one token a row: keys at a time in the kernel made for them; 0: as any other step
+
+    def stages_for(self, rows: int, splits: int) -> int:
+        """Changes no sum. What it depends on must not take a value while serving that no recording has."""
+        return self.stages if rows == 1 and splits * self.chunk <= _SHORT else self.deep
 
 
 def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) -> AttentionTile:

@@ -20,6 +20,7 @@ from ..watch import check_layers, newly_watched
 from .ahead import prepare
 from .lower import lower
 from .model import FusedModel
+from .plan import BOUNDS
 
 __all__ = ["FusedRunner"]
 
@@ -29,8 +30,7 @@ _CHUNK = 512  # bounds are rounded up to this, so that few different launches oc
 class FusedRunner(EagerRunner):
     """A ``ModelRunner`` on fused kernels."""
 
-    # Up to 512 and 1,024 keys attention is one kernel a layer; beyond, a bound only says how many programs there are.
-    BOUNDS = (512, 1024, 16384, 131072)
+    BOUNDS = BOUNDS
     fused: FusedModel | None = None  # until the slab is there
     _watched: tuple[int, ...] = ()
 

@@ -133,7 +133,9 @@ class WholeModel:
 
     def _expected(self) -> bool:
         """In a rehearsal, while it is being compiled: it is not waited for."""
-        return rehearsing() and self._binaries is not None
+        if self._binaries is None or not rehearsing():
+            return False
+        return not any(made.done() and made.exception() is not None for made in self._binaries.values())
 
     def _ready(self) -> bool:
         """Load what was compiled. False if that failed."""

@@ -1,0 +1,141 @@
+"""Rehearsals: kernels are compiled by processes of their own, and found in Triton's cache. Needs Triton, but no GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from headstart.machine.fused import ahead, kernels_pointwise  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its driver would have to be another one"),
+]
+
+
+class Driver:
+    """A GPU that is not there: enough of one to compile for it."""
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache of Triton's."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    if ahead._waiting is not None:
+        ahead._waiting.give_up()
+        ahead._waiting = None
+
+
+class Here:
+    """Counts the kernels that this very process compiles."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(triton.knobs.compilation, "listener", self)
+
+    def __call__(self, *, cache_hit: bool, **_: Any) -> None:
+        self.count += not cache_hit
+
+
+def work(width: int) -> None:
+    x, table = torch.zeros(2, width), torch.zeros(8, width)
+    scaled, squares = torch.zeros(2, width), torch.zeros(2, 1)
+    kernels_pointwise.embed(torch.zeros(2, dtype=torch.int64), table, torch.ones(width), x, scaled, squares, pdl=0)
+    kernels_pointwise.norm(x, None, torch.ones(width), scaled, eps=1e-5, pdl=0)
+
+
+def forget() -> None:
+    """Kernels that this process has are no longer there, as in a new one."""
+    for thing in vars(kernels_pointwise).values():
+        if isinstance(thing, triton.JITFunction):
+            thing.device_caches.clear()
+
+
+def alive(process: Any) -> bool:
+    return process is not None and process.poll() is None
+
+
+def test_what_is_rehearsed_is_compiled_elsewhere(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Here(monkeypatch)
+    assert not ahead.rehearsing()
+    with ahead.rehearsal() as names:
+        assert ahead.rehearsing()
+        work(64)
+        work(64)  # known by now
+    assert not ahead.rehearsing()
+    assert len(names) == 2
+    assert here.count == 0
+    assert len(list(cache.glob("headstart-*"))) == 1
+    forget()
+    monkeypatch.setattr(ahead, "_Helper", None)  # nothing is left for it to do
+    with ahead.rehearsal() as again:
+        work(64)
+    assert again == names
+    assert here.count == 0
+
+
+def test_it_is_compiled_while_the_rehearsal_goes_on(cache: Path) -> None:
+    with ahead.rehearsal():
+        work(96)
+        for _ in range(600):
+            if list(cache.glob("*/*.cubin")):
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("nothing came")
+
+
+def test_without_the_helper_all_is_compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Here(monkeypatch)
+    ahead.prepare()
+    helper = ahead._waiting
+    assert helper is not None
+    assert helper._process is not None
+    os.killpg(helper._process.pid, signal.SIGKILL)
+    with ahead.rehearsal() as names:
+        work(160)
+    assert here.count == len(names) == 2
+
+
+def test_a_rehearsal_that_fails_leaves_nothing_behind(cache: Path) -> None:
+    ahead.prepare()
+    helper = ahead._waiting
+    assert helper is not None
+    notes = Path(helper._notes.name)
+    assert notes.exists()
+
+    def body() -> None:
+        with ahead.rehearsal():
+            work(192)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        body()
+    assert not ahead.rehearsing()
+    assert not alive(helper._process)
+    assert not notes.exists()
+    assert not list(cache.glob("headstart-*"))
