@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
+
 from headstart.config import DraftConfig
 from headstart.controller import AdaptiveController, FixedController, TwoMinds, controller_for
 from headstart.types import Proposal, Round, SamplingParams
@@ -167,6 +169,23 @@ def test_how_likely_one_more_token_must_be() -> None:
         asked.append(controller.least_hope())
     assert 0 < asked[0] < asked[1]
     assert FixedController(4).least_hope() == 0.0, "a fixed draft length is kept"
+
+
+def test_one_bad_moment_does_not_make_tokens_dear() -> None:
+    """The longest draft was timed once, while something else ran: one more token still takes what the others say."""
+
+    def price(slow: float) -> float:
+        controller = AdaptiveController(10, ends_itself=True)
+        for _ in range(7):
+            controller.observe([replace(ROUND, verify_seconds=FLAT[1], round_seconds=FLAT[1])])
+            for gamma in (1, 2, 3):
+                controller.observe([accepted(gamma, FLAT[gamma + 1], 0.1)])
+        for seconds in (FLAT[9], slow):  # the first of a width is not counted
+            controller.observe([accepted(8, seconds, 0.1)])
+        return controller._pace_and_price()[1]
+
+    assert price(FLAT[9]) == pytest.approx(0.01, rel=0.01)
+    assert price(4.0) < 0.02
 
 
 def test_a_drafter_that_ends_itself_gets_a_ceiling() -> None:

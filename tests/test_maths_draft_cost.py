@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.maths.draft_cost import DraftSeconds
+from headstart.maths.draft_cost import DraftSeconds, slope
 
 
 def test_start_and_step_are_told_apart() -> None:
@@ -39,3 +39,15 @@ def test_old_drafts_are_forgotten() -> None:
     for i in range(DraftSeconds.WINDOW):
         cost.add(i % 2 + 1, 0.1 * (i % 2 + 1))
     assert cost.line() == pytest.approx((0.0, 0.1))
+
+
+def test_the_slope_of_a_line_is_its_own() -> None:
+    assert slope([(n, 3.0 + 0.5 * n, n) for n in (4, 1, 2, 9)]) == pytest.approx(0.5)
+    assert slope([(4, 1.0, 3)]) == 0.0
+    assert slope([]) == 0.0
+
+
+def test_a_point_of_little_weight_does_not_tilt_the_line() -> None:
+    line = [(n, 0.1 * n, 7) for n in (1, 2, 3)]
+    assert slope([*line, (10, 50.0, 1)]) == pytest.approx(0.1)
+    assert slope([*line, (10, 50.0, 700)]) > 4, "but it does when it was seen often"

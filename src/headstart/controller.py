@@ -18,7 +18,7 @@ from statistics import median
 from typing import Protocol
 
 from .config import DraftConfig
-from .maths.draft_cost import DraftSeconds
+from .maths.draft_cost import DraftSeconds, slope
 from .types import DraftView, Proposal, Round
 
 __all__ = ["AdaptiveController", "Controller", "FixedController", "TwoMinds", "controller_for"]
@@ -144,7 +144,7 @@ class _Costs:
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
-        self._tables: dict[int, list[tuple[int, float]]] = {}  # what ``table`` said since the last measurement
+        self._tables: dict[int, list[tuple[int, float, int]]] = {}  # what ``points`` said since the last measurement
         self._met: set[tuple[int, int]] = set()
         self._clock = 0
 
@@ -160,16 +160,20 @@ class _Costs:
             del by_width[stale]
 
     def table(self, rows: int) -> list[tuple[int, float]]:
-        """(width, seconds), by width, for the measured number of rows nearest to ``rows``; empty if none is known.
+        """(width, seconds), by width, for the measured number of rows nearest to ``rows``; empty if none is known."""
+        return [(width, seconds) for width, seconds, _ in self.points(rows)]
+
+    def points(self, rows: int) -> list[tuple[int, float, int]]:
+        """The same, with how many measurements stand behind each.
 
         Only tables with a plain round (width 1) and something to compare it with are borrowed from another
         number of rows.
         """
         if rows not in self._tables:
-            self._tables[rows] = self._table(rows)
+            self._tables[rows] = self._points(rows)
         return self._tables[rows]
 
-    def _table(self, rows: int) -> list[tuple[int, float]]:
+    def _points(self, rows: int) -> list[tuple[int, float, int]]:
         own = self._seen.get(rows, {})
         if 1 not in own or len(own) == 1:
             others = [r for r, known in self._seen.items() if 1 in known and len(known) > 1]
@@ -177,7 +181,7 @@ class _Costs:
                 own = self._seen[min(others, key=lambda r: abs(r - rows))]
         if 1 not in own:
             return []
-        return sorted((width, median(seconds for _, seconds in seen)) for width, seen in own.items())
+        return sorted((width, median(seconds for _, seconds in seen), len(seen)) for width, seen in own.items())
 
 
 def _by_width(table: Sequence[tuple[int, float]], widest: int) -> list[float]:
@@ -299,12 +303,11 @@ class AdaptiveController:
     def _pace_and_price(self) -> tuple[float, float]:
         """Tokens a second of the last rounds, and seconds that a wider forward takes for each token more; 0 while not
         known."""
-        table = self._costs.table(self._rows)
-        if not table or not self._pace:
+        points = self._costs.points(self._rows)
+        if not points or not self._pace:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
-        wider = max(0.0, table[-1][1] - table[0][1]) / max(1, table[-1][0] - table[0][0])
-        return max(emitted / seconds, self._rows / table[0][1]), wider
+        return max(emitted / seconds, self._rows / points[0][1]), max(0.0, slope(points))
 
     def forget(self, sequence_id: str) -> None:
         self._own.pop(sequence_id, None)

@@ -1,4 +1,4 @@
-"""What a draft takes, by its length, from the last few that were timed.
+"""What a draft takes, by its length, from the last few that were timed; and what one more token of anything takes.
 
 Knows: a start that every draft pays (reading what was committed since the last one) and a step for each of its tokens.
 Does not know: who drafts.
@@ -7,9 +7,29 @@ Does not know: who drafts.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import combinations
 from statistics import median
 
-__all__ = ["DraftSeconds"]
+__all__ = ["DraftSeconds", "slope"]
+
+
+def slope(points: Sequence[tuple[int, float, int]]) -> float:
+    """Seconds for each token more, from (tokens, seconds, how often it was timed); 0 if there is only one.
+
+    The middle one of what any two points say, each pair with both points' weight: a length that was timed once, in a
+    bad moment, does not tilt it, however far out it lies.
+    """
+    found = sorted(
+        ((high - low) / (more - less), weight * other)
+        for (less, low, weight), (more, high, other) in combinations(sorted(points), 2)
+    )
+    half = sum(weight for _, weight in found) / 2
+    for value, weight in found:
+        half -= weight
+        if half <= 0:
+            return value
+    return 0.0
 
 
 class DraftSeconds:
