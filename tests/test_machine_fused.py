@@ -26,6 +26,8 @@ from transformers import (
 
 from headstart.machine import fused
 from headstart.machine.fused.lower import lower, why_not
+from headstart.machine.kvcache import Slab
+from headstart.machine.runner import EagerRunner
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -323,6 +325,19 @@ def test_a_captured_forward_reads_lengths_from_the_device() -> None:
 
 
 # -- the lowering itself, without a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_slab_is_as_the_modules_make_it(name: str, dtype: torch.dtype) -> None:
+    """A fused runner allocates it without having run the modules."""
+    model = build(name, dtype=dtype)
+    modules, weights, slab = EagerRunner(model, rows=2, max_len=40), lower(model), Slab(2, 40)
+    slab.allocate(len(weights.layers), weights.buffers(1, 1)[0][0])
+    assert len(slab.layers) == len(modules.slab.layers)
+    for mine, theirs in zip(slab.layers, modules.slab.layers, strict=True):
+        for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -152,6 +152,12 @@ class Slab(Cache):  # type: ignore[misc]
                 layer.lazy_initialization(model.keys, model.values)
             self.layers.append(layer)
 
+    def allocate(self, layers: int, like: Tensor) -> None:
+        """Allocate every layer now, for keys and values as in ``like`` [.., kv_heads, .., head_dim]."""
+        for _ in range(layers):
+            self.layers.append(SlabLayer(self))
+            self.layers[-1].lazy_initialization(like, like)
+
     def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row numbers [R, 1] and slots [R, N] of the forward in progress, made once a device."""
         found = self._index.get(device)

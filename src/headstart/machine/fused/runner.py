@@ -46,13 +46,18 @@ class FusedRunner(EagerRunner):
         quantization: str | None = None,
         release: bool = False,
     ) -> None:
-        """``draft``: see ``FusedModel``; ``quantization``, ``release``: see ``lower``."""
+        """``draft``: see ``FusedModel``; ``quantization``, ``release``: see ``lower``.
+
+        There is no probe: that is for modules that may not follow their masks, and these do not run.
+        """
         if model.device.type == "cuda":
             prepare()
-        super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=True)  # also allocates the slab
+        super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=False)
+        weights = lower(model, quantization, release=release)
+        self.slab.allocate(len(weights.layers), weights.buffers(1, 1)[0][0])
         cache = [(layer.keys, layer.values) for layer in self.slab.layers]
         self.quantization = quantization
-        self.fused = FusedModel(lower(model, quantization, release=release), cache, draft=draft)
+        self.fused = FusedModel(weights, cache, draft=draft)
 
     def watch(self, layers: Sequence[int]) -> None:
         """See ``EagerRunner.watch``."""
