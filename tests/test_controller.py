@@ -188,6 +188,15 @@ def test_one_bad_moment_does_not_make_tokens_dear() -> None:
     assert price(4.0) < 0.02
 
 
+def test_drafts_that_were_slow_in_a_bad_moment_are_tried_again() -> None:
+    controller = AdaptiveController(10)
+    play(controller, holds=0.9, cost=FLAT, rounds=40, step=5.0)  # something else ran
+    held_back = play(controller, holds=0.9, cost=FLAT, rounds=40, step=0.01)
+    assert max(held_back) <= 2, "but for a probe now and then"
+    later = play(controller, holds=0.9, cost=FLAT, rounds=250, step=0.01)
+    assert min(later[-20:]) >= 4
+
+
 def test_a_drafter_that_ends_itself_gets_a_ceiling() -> None:
     chosen = play(AdaptiveController(10, ends_itself=True), holds=0.9, cost=FLAT, rounds=60, step=0.2)
     assert set(chosen[-20:]) == {10}

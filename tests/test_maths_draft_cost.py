@@ -51,3 +51,18 @@ def test_a_point_of_little_weight_does_not_tilt_the_line() -> None:
     line = [(n, 0.1 * n, 7) for n in (1, 2, 3)]
     assert slope([*line, (10, 50.0, 1)]) == pytest.approx(0.1)
     assert slope([*line, (10, 50.0, 700)]) > 4, "but it does when it was seen often"
+
+
+def test_what_was_timed_long_ago_is_forgotten() -> None:
+    cost = DraftSeconds()
+    cost.add(2, 50.0)
+    for _ in range(DraftSeconds.LIFETIME):
+        cost.tick()
+    assert cost.line() == (0.0, 25.0)
+    cost.add(2, 1.0)
+    cost.tick()
+    assert cost.line() == (0.0, 0.5)
+    for _ in range(DraftSeconds.LIFETIME + 1):
+        cost.tick()
+    assert not cost
+    assert cost.line() == (0.0, 0.0)

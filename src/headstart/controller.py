@@ -140,7 +140,7 @@ class _Costs:
     a recording when it is first played), and a width that looks dear is not tried again soon.
     """
 
-    WINDOW, LIFETIME = 7, 500
+    WINDOW, LIFETIME = 7, 200
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
@@ -272,6 +272,7 @@ class AdaptiveController:
             self._costs.add(first.rows, first.width, first.round_seconds - first.draft_seconds * (first.width > 1))
             self._pace.append((sum(r.emitted for r in rounds), first.round_seconds))
             self._rows = first.rows
+        self._drafting.tick()
         paid = [r for r in rounds if r.drafted and r.strength == 0]
         # A drafter that was not asked for a while first reads what it missed (at the start, the whole prompt):
         # that is no draft step.

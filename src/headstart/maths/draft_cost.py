@@ -33,17 +33,29 @@ def slope(points: Sequence[tuple[int, float, int]]) -> float:
 
 
 class DraftSeconds:
-    """A line through the medians of each length seen lately."""
+    """A line through the medians of each length seen lately.
 
-    WINDOW = 40
+    What was timed is forgotten after a while: a draft that looked too dear, because it was timed in a bad moment, is
+    not made again and would look so for ever.
+    """
+
+    WINDOW, LIFETIME = 40, 200
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)
+        self._seen: deque[tuple[int, float, int]] = deque(maxlen=self.WINDOW)  # tokens, seconds, when
         self._line: tuple[float, float] | None = None
+        self._clock = 0
 
     def add(self, tokens: int, seconds: float) -> None:
-        self._seen.append((tokens, seconds))
+        self._seen.append((tokens, seconds, self._clock))
         self._line = None
+
+    def tick(self) -> None:
+        """A round went by."""
+        self._clock += 1
+        while self._seen and self._seen[0][2] < self._clock - self.LIFETIME:
+            self._seen.popleft()
+            self._line = None
 
     def __bool__(self) -> bool:
         return bool(self._seen)
@@ -57,7 +69,7 @@ class DraftSeconds:
 
     def _fit(self) -> tuple[float, float]:
         by_length: dict[int, list[float]] = {}
-        for tokens, seconds in self._seen:
+        for tokens, seconds, _ in self._seen:
             by_length.setdefault(tokens, []).append(seconds)
         # (length, median, weight): a single slow moment moves no median, and a rare length counts for little.
         points = [(n, median(found), len(found)) for n, found in by_length.items()]
