@@ -59,6 +59,15 @@ def greedy(model: Any, ids: list[int], tokens: int, **options: Any) -> list[int]
     return answer
 
 
+def set_draft_length(draft: Any, tokens: int, confidence: float = 0.0) -> None:
+    """Hugging Face's assisted generation: so many tokens a round. These are settings of the draft's."""
+    draft.generation_config.update(
+        num_assistant_tokens=tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=confidence,
+    )
+
+
 def machine() -> dict[str, Any]:
     """Enough to know what a figure was measured on."""
     processor = platform.processor()

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import KINDS, geometric_mean, greedy, machine, median, prompts, save
+from common import KINDS, geometric_mean, greedy, machine, median, prompts, save, set_draft_length
 from peers import Run, open_peers, race, speeds
 from peers import System as Timed
 from rich.console import Console
@@ -347,9 +347,7 @@ def main() -> None:
         add("draft", ours(), "headstart draft model", ("HF assisted", peer), arguments.draft_tokens)
         # Its defaults end a draft where the draft model is not sure. The other way is short drafts of one length.
         count = arguments.assistant_tokens
-        other.generation_config.update(
-            num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-        )
+        set_draft_length(other, count)
         add("draft_short", ours(), "headstart draft model", (f"HF assisted ({count})", peer), arguments.draft_tokens)
     if results:
         show(results)

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from common import greedy, median
+from common import greedy, median, set_draft_length
 
 from headstart import LLM, SamplingParams
 from headstart.controller import FixedController
@@ -149,12 +149,6 @@ def hugging_face(model: Any, ids: list[list[int]], tokens: int, **options: Any) 
 
 
 def assisted(model: Any, draft: Any, ids: list[list[int]], tokens: int, gamma: int) -> dict[str, Any]:
-    """Hugging Face's assisted generation with just ``gamma`` tokens a round: these are settings of the draft's."""
-    config, before = draft.generation_config, draft.generation_config.to_dict()
-    config.update(
-        num_assistant_tokens=gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-    try:
-        return hugging_face(model, ids, tokens, assistant_model=draft)
-    finally:
-        config.update(**before)
+    """Hugging Face's assisted generation with just ``gamma`` tokens a round."""
+    set_draft_length(draft, gamma)
+    return hugging_face(model, ids, tokens, assistant_model=draft)

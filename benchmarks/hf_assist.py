@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, geometric_mean, machine, median, prompts, save
+from common import RESULTS, geometric_mean, machine, median, prompts, save, set_draft_length
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -56,9 +56,7 @@ def main() -> None:
     target, tokenizer = loaded.model, loaded.tokenizer
     assert tokenizer is not None
     draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=torch.float32)
-    draft.generation_config.num_assistant_tokens = arguments.assistant_tokens
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = arguments.confidence
+    set_draft_length(draft, arguments.assistant_tokens, arguments.confidence)
     target.generation_config.pad_token_id = draft.generation_config.pad_token_id = tokenizer.eos_token_id
     chosen = prompts(arguments.per_kind)
     results: dict[str, Any] = {}

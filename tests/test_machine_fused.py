@@ -333,7 +333,7 @@ def test_the_slab_is_as_the_modules_make_it(name: str, dtype: torch.dtype) -> No
     """A fused runner allocates it without having run the modules."""
     model = build(name, dtype=dtype)
     modules, weights, slab = EagerRunner(model, rows=2, max_len=40), lower(model), Slab(2, 40)
-    slab.allocate(len(weights.layers), weights.buffers(1, 1)[0][0])
+    slab.allocate(weights.buffers(1, 1))
     assert len(slab.layers) == len(modules.slab.layers)
     for mine, theirs in zip(slab.layers, modules.slab.layers, strict=True):
         for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):

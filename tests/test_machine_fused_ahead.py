@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headstart.machine.fused import ahead, kernels_pointwise  # noqa: E402
+from headstart.machine.fused import ahead, compiling, kernels_pointwise  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,14 +23,11 @@ pytestmark = [
 ]
 
 
-class Driver:
+class Driver(compiling._Stand):
     """A GPU that is not there: enough of one to compile for it."""
 
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
+    def __init__(self) -> None:
+        super().__init__(triton.backends.compiler.GPUTarget("cuda", 90, 32))
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0

@@ -144,7 +144,8 @@ class _Costs:
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
-        self._tables: dict[int, list[tuple[int, float, int]]] = {}  # what ``points`` said since the last measurement
+        self._tables: dict[int, list[tuple[int, float, int]]] = {}  # what ``table`` said since the last measurement
+        self._slopes: dict[int, float] = {}  # and ``slope``
         self._met: set[tuple[int, int]] = set()
         self._clock = 0
 
@@ -154,26 +155,29 @@ class _Costs:
             self._met.add((rows, width))
             return
         self._tables.clear()
+        self._slopes.clear()
         by_width = self._seen.setdefault(rows, {})
         by_width.setdefault(width, deque(maxlen=self.WINDOW)).append((self._clock, seconds))
         for stale in [w for w, seen in by_width.items() if w > 1 and seen[-1][0] < self._clock - self.LIFETIME]:
             del by_width[stale]
 
-    def table(self, rows: int) -> list[tuple[int, float]]:
-        """(width, seconds), by width, for the measured number of rows nearest to ``rows``; empty if none is known."""
-        return [(width, seconds) for width, seconds, _ in self.points(rows)]
-
-    def points(self, rows: int) -> list[tuple[int, float, int]]:
-        """The same, with how many measurements stand behind each.
+    def table(self, rows: int) -> list[tuple[int, float, int]]:
+        """(width, seconds, measurements), by width, for the measured number of rows nearest to ``rows``; empty if none.
 
         Only tables with a plain round (width 1) and something to compare it with are borrowed from another
         number of rows.
         """
         if rows not in self._tables:
-            self._tables[rows] = self._points(rows)
+            self._tables[rows] = self._table(rows)
         return self._tables[rows]
 
-    def _points(self, rows: int) -> list[tuple[int, float, int]]:
+    def slope(self, rows: int) -> float:
+        """Seconds that each token more takes."""
+        if rows not in self._slopes:
+            self._slopes[rows] = max(0.0, slope(self.table(rows)))
+        return self._slopes[rows]
+
+    def _table(self, rows: int) -> list[tuple[int, float, int]]:
         own = self._seen.get(rows, {})
         if 1 not in own or len(own) == 1:
             others = [r for r, known in self._seen.items() if 1 in known and len(known) > 1]
@@ -184,11 +188,11 @@ class _Costs:
         return sorted((width, median(seconds for _, seconds in seen), len(seen)) for width, seen in own.items())
 
 
-def _by_width(table: Sequence[tuple[int, float]], widest: int) -> list[float]:
+def _by_width(table: Sequence[tuple[int, float, int]], widest: int) -> list[float]:
     """Seconds of widths 1 .. ``widest``: linear between measured ones, flat beyond them, so that an unknown width gets
     tried. The first width measured is 1."""
     found = [table[0][1]]
-    for (below, low), (above, high) in pairwise(table):
+    for (below, low, _), (above, high, _) in pairwise(table):
         step = (high - low) / (above - below)
         found += [low + step * (width - below) for width in range(below + 1, above + 1)]
     return found[:widest] + [table[-1][1]] * (widest - len(found))
@@ -304,11 +308,11 @@ class AdaptiveController:
     def _pace_and_price(self) -> tuple[float, float]:
         """Tokens a second of the last rounds, and seconds that a wider forward takes for each token more; 0 while not
         known."""
-        points = self._costs.points(self._rows)
-        if not points or not self._pace:
+        table = self._costs.table(self._rows)
+        if not table or not self._pace:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
-        return max(emitted / seconds, self._rows / points[0][1]), max(0.0, slope(points))
+        return max(emitted / seconds, self._rows / table[0][1]), self._costs.slope(self._rows)
 
     def forget(self, sequence_id: str) -> None:
         self._own.pop(sequence_id, None)

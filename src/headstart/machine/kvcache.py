@@ -15,7 +15,7 @@ A row's number therefore changes when its neighbours come and go: ask ``row(key)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,17 +146,15 @@ class Slab(Cache):  # type: ignore[misc]
 
     def allocate_like(self, other: Slab) -> None:
         """Allocate every layer now, in the shapes of another slab of the same model, so that memory fails early."""
-        for model in other.layers:
-            layer = SlabLayer(self)
-            if model.is_initialized:
-                layer.lazy_initialization(model.keys, model.values)
-            self.layers.append(layer)
+        self.allocate((layer.keys, layer.values) if layer.is_initialized else None for layer in other.layers)
 
-    def allocate(self, layers: int, like: Tensor) -> None:
-        """Allocate every layer now, for keys and values as in ``like`` [.., kv_heads, .., head_dim]."""
-        for _ in range(layers):
-            self.layers.append(SlabLayer(self))
-            self.layers[-1].lazy_initialization(like, like)
+    def allocate(self, like: Iterable[tuple[Tensor, Tensor] | None]) -> None:
+        """The same, for keys and values as in ``like`` [.., kv_heads, .., head_dim]; None: a layer without any."""
+        for pair in like:
+            layer = SlabLayer(self)
+            if pair is not None:
+                layer.lazy_initialization(*pair)
+            self.layers.append(layer)
 
     def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row numbers [R, 1] and slots [R, N] of the forward in progress, made once a device."""

@@ -100,7 +100,7 @@ def runner_for(
     """The fastest runner for the model here, and the model with its report brought up to date."""
     loaded = opened.loaded
     if opened.quantization is not None and loaded.model.device.type == "cuda":
-        return _rounded_on_gpu(opened, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
+        return _rounded_on_gpu(opened, rows=rows, max_len=max_len, margin=margin, draft=draft)
     if opened.quantization is not None:
         runner = open_packed(
             loaded,
@@ -127,7 +127,6 @@ def _rounded_on_gpu(opened: Opened, *, draft: bool, **sizes: Any) -> tuple[Runne
     if reason is not None:
         raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
     runner = fused.open_rounded(loaded.model, kind, draft=draft, release=opened.ours, **sizes)
-    assert runner.fused is not None
     report = _described(loaded.report, kind, runner.fused.weights.bytes, released=opened.ours)
     return runner, Loaded(loaded.model, loaded.tokenizer, report)
 

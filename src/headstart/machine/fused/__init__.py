@@ -73,7 +73,7 @@ def open_runner(
         return EagerRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), reason
     from .runner import FusedRunner
 
-    return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft), None
+    return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, draft=draft), None
 
 
 def reason_against(model: PreTrainedModel, quantization: str | None = None) -> str | None:
@@ -89,7 +89,6 @@ def open_rounded(
     rows: int,
     max_len: int,
     margin: int,
-    probe: bool = True,
     draft: bool = False,
     release: bool = False,
 ) -> FusedRunner:
@@ -101,7 +100,6 @@ def open_rounded(
         rows=rows,
         max_len=max_len,
         margin=margin,
-        probe=probe,
         draft=draft,
         quantization=quantization,
         release=release,

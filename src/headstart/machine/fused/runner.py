@@ -31,7 +31,6 @@ class FusedRunner(EagerRunner):
     """A ``ModelRunner`` on fused kernels."""
 
     BOUNDS = BOUNDS
-    fused: FusedModel | None = None  # until the slab is there
     _watched: tuple[int, ...] = ()
 
     def __init__(
@@ -41,7 +40,6 @@ class FusedRunner(EagerRunner):
         rows: int = 1,
         max_len: int = 2048,
         margin: int = MARGIN,
-        probe: bool = True,
         draft: bool = False,
         quantization: str | None = None,
         release: bool = False,
@@ -54,14 +52,13 @@ class FusedRunner(EagerRunner):
             prepare()
         super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=False)
         weights = lower(model, quantization, release=release)
-        self.slab.allocate(len(weights.layers), weights.buffers(1, 1)[0][0])
+        self.slab.allocate(weights.buffers(1, 1))
         cache = [(layer.keys, layer.values) for layer in self.slab.layers]
         self.quantization = quantization
         self.fused = FusedModel(weights, cache, draft=draft)
 
     def watch(self, layers: Sequence[int]) -> None:
         """See ``EagerRunner.watch``."""
-        assert self.fused is not None
         wanted = newly_watched(layers, self._watched)
         if wanted is None:
             return
@@ -83,8 +80,6 @@ class FusedRunner(EagerRunner):
         keep: int | None = None,
     ) -> Tensor:
         """See ``ModelRunner.forward``."""
-        if self.fused is None:
-            return super().forward(rows, tokens, lengths, topology, keep)
         tree = topology.ancestors if topology is not None and not topology.is_chain else None
         longest = max(lengths) + tokens.shape[1]
         return self.fused.forward(
@@ -98,28 +93,21 @@ class FusedRunner(EagerRunner):
 
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
         """See ``EagerRunner.device_forward``; here only live keys are read, whatever the bound."""
-        if self.fused is None:
-            return super().device_forward(tokens, lengths, keep, bound)
         # A column of a wider tensor looks like one row after another to a kernel only once it is copied.
         return self.fused.forward(tokens.contiguous(), lengths, None, keep, bound=bound)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """See ``EagerRunner.beside``."""
-        if self.fused is not None:
-            self.fused.beside = True
+        self.fused.beside = True
         try:
             yield
         finally:
-            if self.fused is not None:
-                self.fused.beside = False
+            self.fused.beside = False
 
     @contextmanager
     def brief(self) -> Iterator[None]:
         """Run a few layers only, which warms every kernel up in a fraction of the time."""
-        if self.fused is None:
-            yield
-            return
         whole = self.fused.weights
         layers = list(whole.layers[:2])  # the first one meets sums of another shape than the others
         for layer in whole.layers:
