@@ -14,6 +14,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -27,10 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.controller import FixedController
-from headstart.engine import opening
 from headstart.lab.grow import SHAPES, cut, grow
 from headstart.machine import fused
-from headstart.machine.fused import ahead
 from headstart.machine.loading import load
 from headstart.maths.cost import CostModel
 
@@ -46,56 +47,6 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "verification": "block"}
-
-
-class Phases:
-    """The seconds that pass inside the phases of a start-up, while this is entered: those functions are timed."""
-
-    def __init__(self) -> None:
-        self.seconds = {"rehearsing_and_compiling": 0.0, "compiling": 0.0, "workers": 0.0, "recording": 0.0}
-        self._places = (
-            (opening, "_compile"),
-            (ahead, "_compile"),
-            (ahead._Helper, "finish"),
-            (opening, "_warm_up"),
-        )
-        self._own: list[Any] = []
-
-    def __enter__(self) -> Phases:
-        self._started = time.perf_counter()
-        for (module, name), phase in zip(self._places, self.seconds, strict=True):
-            own = getattr(module, name)
-            self._own.append(own)
-            setattr(module, name, self._timed(phase, own))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.whole = time.perf_counter() - self._started
-        for (module, name), own in zip(self._places, self._own, strict=True):
-            setattr(module, name, own)
-
-    def _timed(self, phase: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return own(*args)
-            finally:
-                self.seconds[phase] += time.perf_counter() - started
-
-        return timed
-
-    def told(self) -> dict[str, float]:
-        """The phases, which add up to the whole. ``runners``: lowering both models, and all else; ``workers``: waiting
-        for the processes that compile; ``fetching``: taking what they made from the cache."""
-        found = self.seconds
-        both, recording = found["rehearsing_and_compiling"], found["recording"]
-        return {
-            "runners": self.whole - both - recording,
-            "rehearsing": both - found["compiling"],
-            "workers": found["workers"],
-            "fetching": found["compiling"] - found["workers"],
-            "recording": recording,
-        }
 
 
 class Bench:
@@ -143,25 +94,24 @@ class Bench:
         return self._shared
 
     def startup(self) -> dict[str, Any]:
-        """From two loaded models to an engine with everything recorded; and then to the first answer."""
-        started = time.perf_counter()
-        with Phases() as first:
-            llm = self.llm(self.small, "auto", rows=8, length=8192)
-        llm.generate(self.ids[0], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-        rounds, answered = llm.engine.parts.captured, time.perf_counter() - started
-        with Phases() as again:
-            self.llm(self.small, "auto", rows=8, length=8192)
-        return {
-            "seconds_to_ready": first.whole,
-            "seconds_to_first_answer": answered,
-            "seconds_with_compiled_kernels": again.whole,
-            "phases": first.told(),
-            "phases_with_compiled_kernels": again.told(),
-            "recordings": rounds.recordings if rounds is not None else 0,
-            "rows": 8,
-            "max_model_len": 8192,
-            "gamma": "auto",
-        }
+        """From two folders of weights to an engine with everything recorded, in a process of its own, twice.
+
+        The first time nothing is compiled, if Triton's cache was empty; the files were just written, so they are read
+        from memory and not from a disk.
+        """
+        program = str(Path(__file__).with_name("gpu_startup.py"))
+        with tempfile.TemporaryDirectory() as name:
+            folders = [str(Path(name) / part) for part in ("target", "draft")]
+            for model, folder in zip((self.target, self.small), folders, strict=True):
+                model.save_pretrained(folder)
+            told = [
+                subprocess.run(
+                    [sys.executable, program, *folders], check=True, stdout=subprocess.PIPE, text=True
+                ).stdout
+                for _ in "ab"
+            ]
+        first, again = (json.loads(text.splitlines()[-1]) for text in told)
+        return first | {"again": again}
 
     def plain(self) -> dict[str, Any]:
         found = speed(self.shared, self.ids, gamma=0)

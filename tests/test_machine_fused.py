@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 96,
     "intermediate_size": 192,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,  # the first, one whose launches are noted, and two for which they are made again
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -68,7 +68,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "smollm": LlamaConfig(**SIZES | {"head_dim": 64, "tie_word_embeddings": True, "hidden_size": 576}),
     "mistral": MistralConfig(**SIZES | {"sliding_window": 11}),
-    "qwen2": Qwen2Config(**SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2": Qwen2Config(**SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3": Qwen3Config(**SIZES),
     "phi3": Phi3Config(**SIZES | PHI | {"head_dim": 96, "num_attention_heads": 4, "sliding_window": None}),
     "phi3-partial": Phi3Config(

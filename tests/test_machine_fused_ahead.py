@@ -14,7 +14,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headstart.machine.fused import ahead, compiling, kernels_pointwise  # noqa: E402
+from triton_stand import Driver  # noqa: E402
+
+from headstart.machine.fused import ahead, kernels_pointwise  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,28 +25,13 @@ pytestmark = [
 ]
 
 
-class Driver(compiling._Stand):
-    """A GPU that is not there: enough of one to compile for it."""
-
-    def __init__(self) -> None:
-        super().__init__(triton.backends.compiler.GPUTarget("cuda", 90, 32))
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of Triton's."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     yield tmp_path / "cache"
-    if ahead._waiting is not None:
-        ahead._waiting.give_up()
-        ahead._waiting = None
+    assert ahead._waiting is None
 
 
 class Here:
@@ -95,6 +82,27 @@ def test_what_is_rehearsed_is_compiled_elsewhere(cache: Path, monkeypatch: pytes
     assert here.count == 0
 
 
+def test_a_rehearsal_that_does_not_come_leaves_nothing_behind(cache: Path) -> None:
+    with ahead.expected():
+        helper = ahead._waiting
+        assert helper is not None
+        assert alive(helper._process)
+    assert not alive(helper._process)
+    assert not Path(helper._notes.name).exists()
+
+
+def test_a_kernel_that_is_missing_is_asked_for_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    own = triton.JITFunction._pack_args
+    monkeypatch.setattr(triton.JITFunction, "_pack_args", lambda *given: (asked.append(given[0]), own(*given))[1])
+    with ahead.rehearsal() as names:
+        for _ in range(3):
+            work(224)
+    assert len(asked) == len(names) == 2
+    tables = [thing.device_caches[0][0] for thing in {*asked}]
+    assert not any(isinstance(kernel, ahead._Absent) for table in tables for kernel in table.values())
+
+
 def test_it_is_compiled_while_the_rehearsal_goes_on(cache: Path) -> None:
     with ahead.rehearsal():
         work(96)
@@ -108,30 +116,30 @@ def test_it_is_compiled_while_the_rehearsal_goes_on(cache: Path) -> None:
 
 def test_without_the_helper_all_is_compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Here(monkeypatch)
-    ahead.prepare()
-    helper = ahead._waiting
-    assert helper is not None
-    assert helper._process is not None
-    os.killpg(helper._process.pid, signal.SIGKILL)
-    with ahead.rehearsal() as names:
-        work(160)
+    with ahead.expected():
+        helper = ahead._waiting
+        assert helper is not None
+        assert helper._process is not None
+        os.killpg(helper._process.pid, signal.SIGKILL)
+        with ahead.rehearsal() as names:
+            work(160)
     assert here.count == len(names) == 2
 
 
 def test_a_rehearsal_that_fails_leaves_nothing_behind(cache: Path) -> None:
-    ahead.prepare()
-    helper = ahead._waiting
-    assert helper is not None
-    notes = Path(helper._notes.name)
-    assert notes.exists()
+    helpers: list[Any] = []
 
     def body() -> None:
-        with ahead.rehearsal():
-            work(192)
-            raise RuntimeError("on purpose")
+        with ahead.expected():
+            helpers.append(ahead._waiting)
+            assert Path(helpers[0]._notes.name).exists()
+            with ahead.rehearsal():
+                work(192)
+                raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
         body()
+    helper, notes = helpers[0], Path(helpers[0]._notes.name)
     assert not ahead.rehearsing()
     assert not alive(helper._process)
     assert not notes.exists()

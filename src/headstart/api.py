@@ -28,7 +28,7 @@ from .errors import InvalidParameter, ModelRefused
 from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.head import head_folder
 from .machine.loading import Capability, eos_ids, same_tokenizer
-from .machine.opening import Quantization, Runner, load_draft, load_target, runner_for
+from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
 from .types import Completion, DraftView, Piece, Request, SamplingParams
@@ -96,17 +96,18 @@ class LLM:
         if draft == "auto" and not is_embedded(source):
             draft = "lookup"
         self._draft_quantization: Quantization = draft_quantization
-        opened = load_target(
-            source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement
-        )
-        self._longest = self._context(opened.loaded.report)
-        runner, self._target = runner_for(opened, **self._sizes())
-        self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
-        self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
-        drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
-        captured = None
-        if isinstance(runner, EagerRunner):
-            captured = open_captured(runner, drafter, self.config.draft, self._vocab_size)
+        with ready_to_compile(source, self._placement):
+            opened = load_target(
+                source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement
+            )
+            self._longest = self._context(opened.loaded.report)
+            runner, self._target = runner_for(opened, **self._sizes())
+            self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
+            self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
+            drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
+            captured = None
+            if isinstance(runner, EagerRunner):
+                captured = open_captured(runner, drafter, self.config.draft, self._vocab_size)
         self.engine = Engine(
             runner,
             drafter,

@@ -9,6 +9,7 @@ weights. A draft's guesses are checked by the target, so there "auto" rounds wha
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -29,7 +30,7 @@ from .shelf import keep, place_for, take
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Opened", "Quantization", "Runner", "load_draft", "load_target", "runner_for"]
+__all__ = ["Opened", "Quantization", "Runner", "load_draft", "load_target", "ready_to_compile", "runner_for"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,16 @@ class Opened:
     packed: Packed | None = None  # where they lie ready
     place: Path | None = None  # where they are to be kept, once they are packed
     ours: bool = False  # nobody else holds the model, so its float weights may be dropped
+
+
+def ready_to_compile(source: str | Path | PreTrainedModel, placement: dict[str, Any]) -> AbstractContextManager[None]:
+    """To be entered before a target is loaded: what compiles the GPU's kernels starts then, beside the loading."""
+    on_cpu = _on_cpu(placement) if isinstance(source, (str, Path)) else source.device.type != "cuda"
+    if on_cpu or fused.available() is not None:
+        return nullcontext()
+    from .fused.ahead import expected
+
+    return expected()
 
 
 def load_target(

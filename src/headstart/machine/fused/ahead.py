@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["prepare", "rehearsal", "rehearsing"]
+__all__ = ["expected", "rehearsal", "rehearsing"]
 
 _MOST = 32  # processes
 _PACKAGE = __name__.rpartition(".")[0]
@@ -53,8 +53,32 @@ class _Job(NamedTuple):
     data: str  # what it is to be compiled for
 
 
-def prepare() -> None:
-    """Say that a rehearsal will come: what compiles takes some seconds to start, which the caller may have to spare."""
+class _Absent:
+    """Stands in Triton's own table where a kernel will be, so that launching it again is quickly passed over."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def expected() -> Iterator[None]:
+    """A rehearsal may come inside: what compiles takes some seconds to start, which the caller spends on other work."""
+    global _waiting
+    _prepare()
+    try:
+        yield
+    finally:
+        if _waiting is not None:
+            _waiting.give_up()
+            _waiting = None
+
+
+def _prepare() -> None:
     global _waiting
     if _waiting is None and not _begun(_folder()):
         _waiting = _Helper()
@@ -82,20 +106,24 @@ def rehearsal() -> Iterator[list[str]]:
     from triton import knobs
 
     noted: dict[tuple[int, str], _Job] = {}
+    absent: list[tuple[dict[str, Any], str]] = []
     names: list[str] = []
 
-    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # Triton's hook and its names
         place = id(fn.jit_function), key
         if place not in noted:
             job = noted[place] = _Job(fn.jit_function, compile["specialization_data"])
             job.function.cache_key  # noqa: B018 - named in the order in which they are sent: see ``compiling._name``
+            table = fn.jit_function.device_caches[compile["device"]][0]
+            table[key] = _Absent()
+            absent.append((table, key))
             if helper is not None:
                 helper.send(job)
         return True  # do not compile now
 
     global _waiting, _rehearsing
     folder = _folder()
-    prepare()
+    _prepare()
     helper, _waiting = _waiting, None
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
     _rehearsing = True
@@ -109,6 +137,8 @@ def rehearsal() -> Iterator[list[str]]:
     finally:
         knobs.runtime.jit_cache_hook = before
         _rehearsing = False
+        for table, key in absent:
+            del table[key]
     jobs = list(noted.values())
     names.extend(job.function.__name__ for job in jobs)
     _compile(jobs, folder, helper)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_blocks import done, wait
+from .launching import launch
 from .plan import AttentionTile, pieces, power_of_two
 
 __all__ = ["attend"]
@@ -305,7 +306,8 @@ def attend(
     cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30, "SPLIT": splits > 1}
     cut |= {"num_warps": t.warps, "num_stages": t.stages_for(rows, splits)}
     if t.one and width == 1:
-        _attend_one_kernel[(splits, rows * kv)](
+        launch(
+            _attend_one_kernel, (splits, rows * kv),
             query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale * _LOG2E,
             BQ=max(16, power_of_two(group)), **cut | {"BK": t.one}, **common,
         )  # fmt: skip
@@ -313,12 +315,14 @@ def attend(
         bits, depths = tree if tree is not None else (lengths, lengths)
         # Few tokens: one size for all, so that a token's sums are the same alone and among others.
         tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
-        _attend_kernel[(splits, rows * kv, pieces(group * width, tile))](
+        launch(
+            _attend_kernel, (splits, rows * kv, pieces(group * width, tile)),
             query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0,
             scale * _LOG2E, BQ=tile, TREE=tree is not None, **cut, **common,
         )  # fmt: skip
     if splits > 1:
-        _join_kernel[(tokens, heads)](
+        launch(
+            _join_kernel, (tokens, heads),
             out, part, stats, lengths, width, splits, window or 0, CHUNK=t.chunk, GROUP=16, TREE=tree is not None,
             num_warps=4, **common,
         )  # fmt: skip

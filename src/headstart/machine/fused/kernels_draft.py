@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .kernels_blocks import done, load_groups, unpack, wait, widen
 from .kernels_matmul import stored
+from .launching import launch
 from .plan import Tile, pieces, power_of_two
 from .rounding import Matrix
 
@@ -170,7 +171,8 @@ def attend_alone(
     keys, values = cache
     _, kv, capacity, d = keys.shape
     heads, splits = work[0].shape[:2]
-    _alone_kernel[(splits, heads)](
+    launch(
+        _alone_kernel, (splits, heads),
         query, keys, values, *work, lengths, capacity, scale * _LOG2E, HEADS=heads, KV=kv, D=d, DP=power_of_two(d),
         BK=chunk, SPLITS=splits, num_warps=1, **_overlap(pdl),
     )  # fmt: skip
@@ -195,7 +197,8 @@ def join_residual(
     tiles = pieces(outputs, t.rows)
     assert squares.shape == (1, tiles)
     assert heads * d == inputs
-    _join_kernel[(tiles,)](
+    launch(
+        _join_kernel, (tiles,),
         *work, lengths, *stored(w, residual), residual if bias is None else bias, residual, gain, scaled, squares,
         outputs, K=inputs, HB=t.rows, HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits,
         SP=power_of_two(splits), BITS=w.bits, BIAS=bias is not None, num_warps=t.warps, **_overlap(pdl),

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import kernels_stream as stream
 from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, store_heads, wait
+from .launching import launch
 from .plan import LATE, PROGRAMS, Tile, fitting_stages, pieces, power_of_two
 from .rounding import Matrix
 
@@ -162,16 +163,16 @@ def skinny_rows(rows: int) -> int:
     return 0 if rows > 32 else 16 if rows <= 16 else 32
 
 
-def _launch(
+def _chosen(
     kernels: tuple[Any, Any], w: Matrix, tiles: int, t: Tile, x: Tensor, pdl: int, *, pair: bool = False
-) -> tuple[Any, dict[str, object]]:
-    """Which of (for short rows, for long rows) takes the matrix, on its grid; and its options."""
+) -> tuple[Any, tuple[int], dict[str, object]]:
+    """Which of (for short rows, for long rows) takes the matrix, its grid and its options."""
     rows, inputs = x.shape
     assert t.slices or rows <= 2
     options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits, "PDL": pdl}
     options |= {"num_warps": t.warps} | ({"launch_pdl": True} if pdl else {})
     if t.depth >= inputs:
-        return kernels[0][(tiles,)], options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
+        return kernels[0], (tiles,), options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
     together = t.together if padded <= 16 else pieces(t.together, 2)  # as many sums as there are registers
@@ -182,7 +183,7 @@ def _launch(
     stages = fitting_stages(t, height, together, padded, bits=w.bits, size=x.element_size())
     options |= {"PER": per, "G": together, "ASK": ask, "WARPS": t.warps, "BM": padded}
     options |= {"LATE": max(LATE // together, 1)}
-    return kernels[1][(pieces(groups, per),)], options | {"num_stages": stages}
+    return kernels[1], (pieces(groups, per),), options | {"num_stages": stages}
 
 
 def stored(w: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,8 +203,9 @@ def matmul(
 ) -> None:
     """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
     rows, inputs = x.shape
-    kernel, options = _launch((_matmul_kernel, stream.matmul_kernel), w, pieces(w.shape[0], t.rows), t, x, pdl)
-    kernel(
+    kernel, grid, options = _chosen((_matmul_kernel, stream.matmul_kernel), w, pieces(w.shape[0], t.rows), t, x, pdl)
+    launch(
+        kernel, grid,
         x, *stored(w, x), x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0],
         K=inputs, NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **options,
     )  # fmt: skip
@@ -225,8 +227,9 @@ def matmul_residual(
     rows, inputs = x.shape
     tiles = pieces(w.shape[0], t.rows)
     assert squares.shape[1] == tiles
-    kernel, options = _launch((_residual_kernel, stream.residual_kernel), w, tiles, t, x, pdl)
-    kernel(
+    kernel, grid, options = _chosen((_residual_kernel, stream.residual_kernel), w, tiles, t, x, pdl)
+    launch(
+        kernel, grid,
         x, *stored(w, x), x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs,
         PARTS=tiles, BIAS=bias is not None, **options,
     )  # fmt: skip
@@ -237,8 +240,8 @@ def matmul_swiglu(x: Tensor, w: Matrix, out: Tensor, t: Tile, *, squares: Tensor
     rows, inputs = x.shape
     ffn = w.shape[0] // 2
     tiles = pieces(ffn, t.rows)
-    kernel, options = _launch((_swiglu_kernel, stream.swiglu_kernel), w, tiles, t, x, pdl, pair=True)
-    kernel(x, *stored(w, x), squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
+    kernel, grid, options = _chosen((_swiglu_kernel, stream.swiglu_kernel), w, tiles, t, x, pdl, pair=True)
+    launch(kernel, grid, x, *stored(w, x), squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
 
 
 def matmul_rotary(
@@ -266,8 +269,9 @@ def matmul_rotary(
     heads, kv, capacity, d = query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
     assert (d // 2) % t.rows == 0
     tiles = (heads + 2 * kv) * (d // 2) // t.rows
-    kernel, options = _launch((_rotary_kernel, stream.rotary_kernel), w, tiles, t, x, pdl, pair=True)
-    kernel(
+    kernel, grid, options = _chosen((_rotary_kernel, stream.rotary_kernel), w, tiles, t, x, pdl, pair=True)
+    launch(
+        kernel, grid,
         x, *stored(w, x), x if bias is None else bias, squares, query, keys, values, rotary[0], rotary[1], lengths,
         lengths if depths is None else depths, rows, width, capacity, eps, K=inputs, HEADS=heads, KV=kv, D=d,
         TURN=rotary[2], BIAS=bias is not None, TREE=depths is not None, **_parts(squares), **options,

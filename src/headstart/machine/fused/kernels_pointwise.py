@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_blocks import pair, wait
+from .launching import launch
 from .plan import pieces, power_of_two
 
 __all__ = ["embed", "norm", "remember", "rotate", "swiglu"]
@@ -151,7 +152,8 @@ def embed(
     """
     hidden = table.shape[1]
     assert squares is None or squares.shape[1] <= hidden
-    _embed_kernel[(x.shape[0],)](
+    launch(
+        _embed_kernel, (x.shape[0],),
         tokens, table, gain, x, x if scaled is None else scaled, x if squares is None else squares,
         1 if squares is None else squares.shape[1], H=hidden, BH=power_of_two(hidden), SCALED=scaled is not None,
         num_warps=_warps(hidden), **_overlap(pdl),
@@ -161,7 +163,8 @@ def embed(
 def norm(x: Tensor, add: Tensor | None, gain: Tensor, out: Tensor, *, eps: float, pdl: int) -> None:
     """x [M, H] += add; out = RMS norm of x, times gain."""
     hidden = x.shape[1]
-    _norm_kernel[(x.shape[0],)](
+    launch(
+        _norm_kernel, (x.shape[0],),
         x, x if add is None else add, gain, out, eps, H=hidden, BH=power_of_two(hidden), ADD=add is not None,
         num_warps=_warps(hidden), **_overlap(pdl),
     )  # fmt: skip
@@ -184,7 +187,8 @@ def rotate(
     keys, values = cache
     heads, kv, d = query.shape[1], keys.shape[1], keys.shape[3]
     q_gain, k_gain = gains if gains is not None else (qkv, qkv)
-    _rotate_kernel[(qkv.shape[0], heads + 2 * kv)](
+    launch(
+        _rotate_kernel, (qkv.shape[0], heads + 2 * kv),
         qkv, q_gain, k_gain, query, keys, values, rotary[0], rotary[1], lengths,
         lengths if depths is None else depths, width, keys.shape[2], eps, HEADS=heads, KV=kv, D=d,
         HP=power_of_two(d // 2), TURN=rotary[2], NORM=gains is not None, TREE=depths is not None, num_warps=1,
@@ -195,7 +199,8 @@ def rotate(
 def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset: int) -> None:
     """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys."""
     rows, hidden = x.shape
-    _remember_kernel[(rows,)](
+    launch(
+        _remember_kernel, (rows,),
         x, features, lengths, width, features.shape[1], offset, H=hidden, F=features.shape[2], BH=power_of_two(hidden),
         num_warps=_warps(hidden),
     )  # fmt: skip
@@ -204,4 +209,4 @@ def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
     """out [M, F] = silu(gate) * up from gate_up [M, 2F]."""
     rows, ffn = out.shape
-    _swiglu_kernel[(rows, pieces(ffn, 1024))](gate_up, out, ffn, BF=1024, num_warps=4)
+    launch(_swiglu_kernel, (rows, pieces(ffn, 1024)), gate_up, out, ffn, BF=1024, num_warps=4)

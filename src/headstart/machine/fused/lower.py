@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,20 @@ class Layer:
     gate_up: Matrix  # [2 * F, H], gate first
     down: Matrix  # [H, F]
     window: int | None  # how many positions back, itself included, a token sees; None: all
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it has, but for the first norm's weight, which is read where its input is made: a layer earlier."""
+        parts = [self.qkv_bias, self.q_norm, self.k_norm, self.o_bias, self.post_norm]
+        for matrix in (self.qkv, self.o, self.gate_up, self.down):
+            parts += [matrix.data, matrix.scales]
+        return tuple(part for part in parts if part is not None)
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """What two layers have in common where every kernel can take the one for the other."""
+        absent = tuple(x is None for x in (self.qkv_bias, self.q_norm, self.k_norm, self.o_bias))
+        return (self.window, self.qkv.bits, *absent, *((x.dtype, x.shape) for x in self.tensors))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from .kernels_draft import attend_alone, join_residual
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
 from .kernels_pointwise import embed, norm, remember, rotate, swiglu
 from .kernels_rounded import spell_out
+from .launching import Repeats
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
 from .rounding import Matrix
@@ -72,6 +74,20 @@ class _Step:
     @property
     def depths(self) -> Tensor | None:
         return None if self.tree is None else self.tree.depths
+
+
+class _Places(NamedTuple):
+    """Where a forward of few tokens leaves what its kernels hand on."""
+
+    x: Tensor  # [R * N, H], the residual stream
+    scaled: Tensor  # the same times the next norm's weight
+    hidden: Tensor
+    query: Tensor
+    attended: Tensor
+    first: Tensor  # parts of sum(x^2): of the embedding, and of what the two residual products leave
+    after_o: Tensor
+    after_down: Tensor
+    alone: tuple[Tensor, Tensor] | None  # a draft's attention for a single token, see ``_alone_buffers``
 
 
 class FusedModel:
@@ -167,41 +183,59 @@ class FusedModel:
     # -- up to 32 tokens --------------------------------------------------------------------------------------
 
     def _skinny(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
-        w, count, pdl = self.weights, step.count, self.overlap
-        tiles = self._tiles_for(count)
-        x, scaled = self._new(count, w.hidden), self._new(count, w.hidden)
-        hidden = self._new(count, w.ffn)
-        query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
-        flat = attended.view(count, -1)
-        after_o, after_down, squares = (
-            self._new(count, -(-w.hidden // tiles[name].rows), dtype=torch.float32) for name in ("o", "down", "down")
-        )
+        w, at = self.weights, self._places(step)
         gains = [layer.input_norm for layer in w.layers[1:]] + [w.norm]
-        parts = self._alone_buffers(step)
-        embed(tokens, w.embedding, w.layers[0].input_norm, x, scaled, squares, pdl=pdl)
+        embed(tokens, w.embedding, w.layers[0].input_norm, at.x, at.scaled, at.first, pdl=self.overlap)
+        repeats = Repeats()
         for i, layer in enumerate(w.layers):
             cache = self._cache_of(i, step)
-            self._queries(scaled, squares, layer, query, cache, step)
-            if parts is not None and layer.window is None:
-                attend_alone(query, cache, parts, step.lengths, scale=w.head_dim**-0.5, chunk=ALONE_CHUNK, pdl=pdl)
-                join_residual(
-                    parts, step.lengths, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias,
-                    squares=after_o, chunk=ALONE_CHUNK, pdl=pdl,
-                )  # fmt: skip
+            work = partial(self._layer, layer, gains[i], cache, step, at, at.after_down if i else at.first)
+            if i == 0:
+                work()
             else:
-                self._attend(query, cache, attended, layer, step, pdl)
-                matmul_residual(
-                    flat, layer.o, x, layer.post_norm, scaled, tiles["o"], bias=layer.o_bias, squares=after_o, pdl=pdl
-                )
-            matmul_swiglu(scaled, layer.gate_up, hidden, tiles["gate_up"], squares=after_o, eps=w.eps, pdl=pdl)
-            matmul_residual(
-                hidden, layer.down, x, gains[i], scaled, tiles["down"], bias=None, squares=after_down, pdl=pdl
-            )
-            squares = after_down
-            self._remember(i, x, step)
+                repeats.do(layer.kind, work, (*layer.tensors, gains[i], *cache))
+            self._remember(i, at.x, step)
         if keep == step.width:
-            return self._head(scaled, squares, step.rows, keep)
-        return self._last_logits(x, step, keep)
+            return self._head(at.scaled, at.after_down, step.rows, keep)
+        return self._last_logits(at.x, step, keep)
+
+    def _places(self, step: _Step) -> _Places:
+        w, count, tiles = self.weights, step.count, self._tiles_for(step.count)
+        parts = {name: -(-w.hidden // tiles[name].rows) for name in ("o", "down")}
+        return _Places(
+            x=self._new(count, w.hidden),
+            scaled=self._new(count, w.hidden),
+            hidden=self._new(count, w.ffn),
+            query=self._new(count, w.heads, w.head_dim),
+            attended=self._new(count, w.heads, w.head_dim),
+            first=self._new(count, parts["down"], dtype=torch.float32),
+            after_o=self._new(count, parts["o"], dtype=torch.float32),
+            after_down=self._new(count, parts["down"], dtype=torch.float32),
+            alone=self._alone_buffers(step),
+        )
+
+    def _layer(
+        self, layer: Layer, gain: Tensor, cache: tuple[Tensor, Tensor], step: _Step, at: _Places, squares: Tensor
+    ) -> None:
+        """One layer, launches only (see ``Repeats``). ``gain``: the next norm's; ``squares``: of the layer's input."""
+        w, pdl, tiles = self.weights, self.overlap, self._tiles_for(step.count)
+        self._queries(at.scaled, squares, layer, at.query, cache, step)
+        if at.alone is not None and layer.window is None:
+            attend_alone(at.query, cache, at.alone, step.lengths, scale=w.head_dim**-0.5, chunk=ALONE_CHUNK, pdl=pdl)
+            join_residual(
+                at.alone, step.lengths, layer.o, at.x, layer.post_norm, at.scaled, tiles["o"], bias=layer.o_bias,
+                squares=at.after_o, chunk=ALONE_CHUNK, pdl=pdl,
+            )  # fmt: skip
+        else:
+            self._attend(at.query, cache, at.attended, layer, step, pdl)
+            matmul_residual(
+                at.attended.view(step.count, -1), layer.o, at.x, layer.post_norm, at.scaled, tiles["o"],
+                bias=layer.o_bias, squares=at.after_o, pdl=pdl,
+            )  # fmt: skip
+        matmul_swiglu(at.scaled, layer.gate_up, at.hidden, tiles["gate_up"], squares=at.after_o, eps=w.eps, pdl=pdl)
+        matmul_residual(
+            at.hidden, layer.down, at.x, gain, at.scaled, tiles["down"], bias=None, squares=at.after_down, pdl=pdl
+        )
 
     def _queries(
         self, scaled: Tensor, squares: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step

@@ -17,7 +17,6 @@ from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..runner import EagerRunner
 from ..watch import check_layers, newly_watched
-from .ahead import prepare
 from .lower import lower
 from .model import FusedModel
 from .plan import BOUNDS
@@ -48,8 +47,6 @@ class FusedRunner(EagerRunner):
 
         There is no probe: that is for modules that may not follow their masks, and these do not run.
         """
-        if model.device.type == "cuda":
-            prepare()
         super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=False)
         weights = lower(model, quantization, release=release)
         self.slab.allocate(weights.buffers(1, 1))
