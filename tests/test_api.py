@@ -12,6 +12,7 @@ import torch
 from headstart import LLM, InvalidParameter, ModelRefused, PromptTooLong, SamplingParams, speculative_decode
 from headstart.drafters.base import Drafter
 from headstart.errors import GenerationFailed
+from headstart.machine.progress import telling
 from headstart.testing import TINY_VOCABULARY, ScriptedDrafter, tiny_model
 from headstart.types import DraftView, Proposal
 
@@ -38,6 +39,26 @@ def perfect(answer: list[int], prompt_length: int = len(PROMPT)) -> Drafter:
         return Proposal.chain(tokens) if tokens else None
 
     return ScriptedDrafter(guess)
+
+
+def test_progress_is_told_what_loading_is_at(target: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    LLM(target, "lookup", max_model_len=64, progress=told.append)
+    assert told == ["loading LlamaForCausalLM", "loading the draft"]
+    LLM(target, "lookup", max_model_len=64)
+    assert capfd.readouterr() == ("", "")  # where there is no terminal, nothing is shown
+
+
+def test_a_terminal_shows_what_loading_is_at(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, this is a terminal
+    with telling(None) as tell:
+        tell("loading [some/model]")
+        tell("recording")
+    err = capfd.readouterr().err
+    assert "recording" in err
+    assert err.endswith("\x1b[2K")  # the line is gone in the end
 
 
 def test_answers_have_what_they_promise(llm: LLM) -> None:

@@ -29,6 +29,7 @@ SIZE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
+    "num_hidden_layers": 4,
 }
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 9, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11], [40, 41], [50, 3, 50, 3, 50]]
 EVERYTHING = [
@@ -65,9 +66,12 @@ def eager(target: Any, params: list[SamplingParams]) -> list[tuple[int, ...]]:
 
 def serve(target: Any, draft: Any, params: list[SamplingParams], rows: int, **settings: Any) -> tuple[Any, LLM]:
     """The answers, and the LLM that gave them: all from recordings that were made at load."""
-    llm = LLM(target, draft, max_rows=rows, max_model_len=128, check=False, **settings)
+    told: list[str] = []
+    llm = LLM(target, draft, max_rows=rows, max_model_len=128, check=False, progress=told.append, **settings)
     rounds = llm.engine.parts.captured
     assert rounds is not None
+    count = told[-1].split()[-1]  # recording rounds (5 of 5)
+    assert told[-1] == f"recording rounds ({count[:-1]} of {count}"
     before = rounds.recordings
     assert before > 5
     answers = [a.token_ids for a in llm.generate(PROMPTS, params)]

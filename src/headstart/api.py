@@ -29,6 +29,7 @@ from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.head import head_folder
 from .machine.loading import Capability, eos_ids, same_tokenizer
 from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for
+from .machine.progress import Tell, telling
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
 from .types import Completion, DraftView, Piece, Request, SamplingParams
@@ -77,12 +78,14 @@ class LLM:
         revision: str | None = None,
         token: str | None = None,
         check: bool = True,
+        progress: Tell | None = None,
         **settings: Any,
     ) -> None:
         """``settings``: ``max_rows``, ``max_model_len``, ``prefill_chunk``, ``max_waiting``, ``max_gamma``,
         ``overlap`` (on a GPU, go on drafting while the target verifies).
 
-        ``check=False`` skips the short self-test that every model passes at load.
+        ``check=False`` skips the short self-test that every model passes at load. ``progress`` is told what loading is
+        at; without it, a terminal shows that in one line.
         """
         self.config = Config.of({"gamma": gamma, **settings})
         self._check = check
@@ -92,11 +95,12 @@ class LLM:
             "trust_remote_code": trust_remote_code,
             "token": token,
         }
-        source: Model = embedded_folder() if model is None else model
-        if draft == "auto" and not is_embedded(source):
-            draft = "lookup"
         self._draft_quantization: Quantization = draft_quantization
-        with ready_to_compile(source, self._placement):
+        with telling(progress) as tell, ready_to_compile(model, self._placement):
+            source: Model = embedded_folder(tell) if model is None else model
+            if draft == "auto" and not is_embedded(source):
+                draft = "lookup"
+            tell(f"loading {_name(source)}")
             opened = load_target(
                 source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement
             )
@@ -104,10 +108,12 @@ class LLM:
             runner, self._target = runner_for(opened, **self._sizes())
             self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
             self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
+            if isinstance(draft, (str, Path)):
+                tell("loading the draft")
             drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
             captured = None
             if isinstance(runner, EagerRunner):
-                captured = open_captured(runner, drafter, self.config.draft, self._vocab_size)
+                captured = open_captured(runner, drafter, self.config.draft, self._vocab_size, tell)
         self.engine = Engine(
             runner,
             drafter,
@@ -316,6 +322,12 @@ class LLM:
             prefill_chunk=self.config.engine.prefill_chunk,
             least_hope=lambda: self.engine.parts.controller.least_hope(),
         )
+
+
+def _name(model: Model) -> str:
+    if is_embedded(model):
+        return "SmolLM2-135M-Instruct (embedded)"
+    return str(model) if isinstance(model, (str, Path)) else type(model).__name__
 
 
 def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import InvalidParameter
+from ..machine.progress import telling
 from ..types import Origin, SamplingParams, Stats, Verification
 
 __all__ = [
@@ -95,20 +96,18 @@ def open_llm(
     context: int | None,
     rows: int = 1,
 ) -> Any:
-    """Load with a progress line on a terminal. The import is here because it takes seconds and help need not wait."""
+    """Load with a line on a terminal that says how far it is. The import is here because it takes seconds, too."""
     amount: int | str = gamma
     if gamma != "auto":
         if not gamma.isdigit():
             raise InvalidParameter("gamma", f"must be a number or 'auto', not {gamma!r}")
         amount = int(gamma)
-    console = errors_console()
-    with console.status(f"loading {model or 'SmolLM2-135M-Instruct (embedded)'} ...") as status:
+    with telling(None) as tell:
+        tell(f"loading {model or 'SmolLM2-135M-Instruct (embedded)'}")
         from ..api import LLM
-        from ..machine.embedded import embedded_folder
 
-        source = model if model is not None else embedded_folder(progress=lambda text: status.update(text))
         return LLM(
-            source,
+            model,
             None if draft == "none" else draft,
             gamma=amount,  # type: ignore[arg-type]  # checked by DraftConfig
             dtype=dtype,
@@ -117,6 +116,7 @@ def open_llm(
             device=device,
             max_model_len=context,
             max_rows=rows,
+            progress=tell,
         )
 
 

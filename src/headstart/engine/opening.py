@@ -1,22 +1,20 @@
-"""Makes recorded rounds at load, where the device can have them, and shows how far it is.
+"""Makes recorded rounds at load, where the device can have them, and tells how far it is.
 
-Knows: which models can be recorded, and how to say that it takes a moment. Does not know: what is recorded.
+Knows: which models can be recorded. Does not know: what is recorded.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from time import perf_counter
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..config import DraftConfig
 from ..drafters.base import Drafter
 from ..drafters.model import ModelDrafter
 from ..machine.fused import available, inner_loops
+from ..machine.progress import Tell
 from ..machine.runner import EagerRunner
 from .captured import CapturedRounds, DeviceRunner, draft_lengths
 from .overlap import OverlappedRounds
@@ -27,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def open_captured(
-    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int
+    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell = lambda text: None
 ) -> CapturedRounds | None:
     """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded."""
     if runner.device.type != "cuda" or len(set((getattr(runner.model, "hf_device_map", None) or {}).values())) > 1:
@@ -46,8 +44,9 @@ def open_captured(
     started = perf_counter()
     try:
         if not slow:
+            tell("compiling kernels")
             _compile(rounds)
-        _warm_up(rounds)
+        _warm_up(rounds, tell)
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
         log.warning("rounds are played step by step: %s cannot be recorded (%s)", type(runner.model).__name__, error)
         return None
@@ -60,9 +59,9 @@ def _compile(rounds: CapturedRounds) -> None:
     """All kernels at once, before the first is wanted: one after another takes several times as long."""
     from ..machine.fused.ahead import rehearsal
 
-    started, console = perf_counter(), Console(stderr=True)
+    started = perf_counter()
     try:
-        with console.status("compiling kernels") if console.is_terminal else nullcontext(), rehearsal() as names:
+        with rehearsal() as names:
             for body in rounds.rehearsed():
                 body()
     except Exception as error:  # each is compiled where it is first used, then
@@ -71,12 +70,5 @@ def _compile(rounds: CapturedRounds) -> None:
         log.info("compiled %d kernels in %.1f s", len(names), perf_counter() - started)
 
 
-def _warm_up(rounds: CapturedRounds) -> None:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        rounds.warm_up()
-        return
-    columns = (TextColumn("recording rounds"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("recording", total=None)
-        rounds.warm_up(lambda done, total: progress.update(task, completed=done, total=total))
+def _warm_up(rounds: CapturedRounds, tell: Tell) -> None:
+    rounds.warm_up(lambda done, total: tell(f"recording rounds ({done} of {total})"))

@@ -49,9 +49,15 @@ class Opened:
     ours: bool = False  # nobody else holds the model, so its float weights may be dropped
 
 
-def ready_to_compile(source: str | Path | PreTrainedModel, placement: dict[str, Any]) -> AbstractContextManager[None]:
-    """To be entered before a target is loaded: what compiles the GPU's kernels starts then, beside the loading."""
-    on_cpu = _on_cpu(placement) if isinstance(source, (str, Path)) else source.device.type != "cuda"
+def ready_to_compile(
+    source: str | Path | PreTrainedModel | None, placement: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """To be entered before a target is loaded: what compiles the GPU's kernels starts then, beside the loading.
+
+    ``source``: None if it is not known yet.
+    """
+    named = source is None or isinstance(source, (str, Path))
+    on_cpu = _on_cpu(placement) if named else source.device.type != "cuda"  # type: ignore[union-attr]
     if on_cpu or fused.available() is not None:
         return nullcontext()
     from .fused.ahead import expected
