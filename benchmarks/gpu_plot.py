@@ -66,6 +66,7 @@ def rounds(axes: Any, results: dict[str, Any]) -> None:
     floor = (results.get("grow") or {}).get("target_floor_ms")
     if floor:
         axes.axhline(floor, linestyle="--", color="black", linewidth=1, label="target's bandwidth floor")
+    axes.set_ylim(0, 1.08 * max(bottoms, default=1.0))
     axes.set_ylabel("milliseconds a round")
     axes.tick_params(axis="x", rotation=20)
     axes.legend()

@@ -359,9 +359,9 @@ def test_lowering_leaves_the_model_as_it_was(name: str) -> None:
 
 
 def test_windows_are_read_layer_by_layer() -> None:
-    assert [layer.window for layer in lower(build("qwen2")).layers] == [None, 9]
-    assert [layer.window for layer in lower(build("mistral")).layers] == [11, 11]
-    assert [layer.window for layer in lower(build("llama")).layers] == [None, None]
+    assert [layer.window for layer in lower(build("qwen2")).layers] == [None, None, 9, 9]
+    assert [layer.window for layer in lower(build("mistral")).layers] == [11] * 4
+    assert [layer.window for layer in lower(build("llama")).layers] == [None] * 4
 
 
 def test_what_cannot_be_lowered_says_why() -> None:
