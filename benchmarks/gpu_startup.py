@@ -19,6 +19,7 @@ from typing import Any  # noqa: E402
 
 from headstart import LLM, SamplingParams  # noqa: E402
 from headstart.engine import opening as recording  # noqa: E402
+from headstart.engine.captured import CapturedRounds  # noqa: E402
 from headstart.machine import opening  # noqa: E402
 from headstart.machine.fused import ahead  # noqa: E402
 
@@ -32,7 +33,7 @@ class Phases:
             "rehearsing_and_compiling": (recording, "_compile"),
             "compiling": (ahead, "_compile"),
             "workers": (ahead._Helper, "finish"),
-            "recording": (recording, "_warm_up"),
+            "recording": (CapturedRounds, "warm_up"),
         }
         self.seconds = dict.fromkeys(self._places, 0.0)
         self._own: list[Any] = []

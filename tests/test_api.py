@@ -44,7 +44,9 @@ def perfect(answer: list[int], prompt_length: int = len(PROMPT)) -> Drafter:
 def test_progress_is_told_what_loading_is_at(target: Any, capfd: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     LLM(target, "lookup", max_model_len=64, progress=told.append)
-    assert told == ["loading LlamaForCausalLM", "loading the draft"]
+    assert told == ["loading LlamaForCausalLM"]
+    LLM(target, tiny_model("llama"), max_model_len=64, progress=told.append)
+    assert told == ["loading LlamaForCausalLM"] * 3  # and a draft
     LLM(target, "lookup", max_model_len=64)
     assert capfd.readouterr() == ("", "")  # where there is no terminal, nothing is shown
 
@@ -55,10 +57,14 @@ def test_a_terminal_shows_what_loading_is_at(
     monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, this is a terminal
     with telling(None) as tell:
         tell("loading [some/model]")
+        print("what others print")
+        tell("")  # what comes now shows itself
         tell("recording")
-    err = capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert "loading [some/model]" in err
     assert "recording" in err
     assert err.endswith("\x1b[2K")  # the line is gone in the end
+    assert out == "what others print\n"
 
 
 def test_answers_have_what_they_promise(llm: LLM) -> None:

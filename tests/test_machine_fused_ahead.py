@@ -91,6 +91,31 @@ def test_a_rehearsal_that_does_not_come_leaves_nothing_behind(cache: Path) -> No
     assert not Path(helper._notes.name).exists()
 
 
+def test_where_nothing_can_compile_beside_a_load_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def helper() -> None:
+        raise RuntimeError("there is no C compiler")
+
+    monkeypatch.setattr(ahead, "_Helper", helper)
+    with ahead.expected():
+        assert ahead._waiting is None
+
+
+def test_a_process_that_was_forked_meanwhile_holds_nothing_up(cache: Path) -> None:
+    with ahead.expected():
+        child = os.fork()  # it has the pipe too, and does not close it
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        try:
+            with ahead.rehearsal() as names:
+                work(256)
+            assert len(names) == 2
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def test_a_kernel_that_is_missing_is_asked_for_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     own = triton.JITFunction._pack_args

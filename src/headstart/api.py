@@ -28,7 +28,7 @@ from .errors import InvalidParameter, ModelRefused
 from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.head import head_folder
 from .machine.loading import Capability, eos_ids, same_tokenizer
-from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for
+from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for, what_loads
 from .machine.progress import Tell, telling
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
@@ -85,7 +85,7 @@ class LLM:
         ``overlap`` (on a GPU, go on drafting while the target verifies).
 
         ``check=False`` skips the short self-test that every model passes at load. ``progress`` is told what loading is
-        at; without it, a terminal shows that in one line.
+        at (an empty text: nothing to tell); without it, a terminal shows that in one line.
         """
         self.config = Config.of({"gamma": gamma, **settings})
         self._check = check
@@ -96,11 +96,11 @@ class LLM:
             "token": token,
         }
         self._draft_quantization: Quantization = draft_quantization
-        with telling(progress) as tell, ready_to_compile(model, self._placement):
+        with telling(progress) as tell, ready_to_compile(model, self._placement, revision):
             source: Model = embedded_folder(tell) if model is None else model
             if draft == "auto" and not is_embedded(source):
                 draft = "lookup"
-            tell(f"loading {_name(source)}")
+            tell(what_loads(source))
             opened = load_target(
                 source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement
             )
@@ -108,9 +108,7 @@ class LLM:
             runner, self._target = runner_for(opened, **self._sizes())
             self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
             self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
-            if isinstance(draft, (str, Path)):
-                tell("loading the draft")
-            drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype)
+            drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype, tell)
             captured = None
             if isinstance(runner, EagerRunner):
                 captured = open_captured(runner, drafter, self.config.draft, self._vocab_size, tell)
@@ -289,7 +287,9 @@ class LLM:
         size = min(self._vocab_size, target.vocab_size)
         return HeadDrafter.load(folder, target, vocab_size=size, hopes=hopes)
 
-    def _drafter(self, draft: Model | Drafter | None, target: Runner, dtype: str | torch.dtype) -> Drafter | None:
+    def _drafter(
+        self, draft: Model | Drafter | None, target: Runner, dtype: str | torch.dtype, tell: Tell
+    ) -> Drafter | None:
         if draft is None or isinstance(draft, Drafter):
             return draft
         if draft == "auto":
@@ -302,6 +302,7 @@ class LLM:
         folder = head_folder(draft)
         if folder is not None:
             return self._head(folder, target)
+        tell(what_loads(draft))
         opened = load_draft(draft, self._draft_quantization, dtype=dtype, **self._placement)
         loaded = opened.loaded
         difference = same_tokenizer(self._target, loaded)
@@ -322,12 +323,6 @@ class LLM:
             prefill_chunk=self.config.engine.prefill_chunk,
             least_hope=lambda: self.engine.parts.controller.least_hope(),
         )
-
-
-def _name(model: Model) -> str:
-    if is_embedded(model):
-        return "SmolLM2-135M-Instruct (embedded)"
-    return str(model) if isinstance(model, (str, Path)) else type(model).__name__
 
 
 def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:

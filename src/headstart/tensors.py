@@ -11,6 +11,7 @@ import torch
 
 from .api import LLM
 from .errors import GenerationFailed, InvalidParameter
+from .machine.progress import silent
 from .types import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,7 +53,15 @@ def speculative_decode(
         raise InvalidParameter("input_ids", f"must be [T] or [B, T] and not empty, not {tuple(input_ids.shape)}")
     prompts = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
     longest = len(prompts[0]) + max_tokens
-    llm = LLM(target_model, draft_model, gamma=gamma, max_rows=len(prompts), max_model_len=max(2, longest), check=False)
+    llm = LLM(
+        target_model,
+        draft_model,
+        gamma=gamma,
+        max_rows=len(prompts),
+        max_model_len=max(2, longest),
+        check=False,
+        progress=silent,
+    )
     answers = llm.generate(prompts, settings)
     for answer in answers:
         if answer.error:

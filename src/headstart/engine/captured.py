@@ -309,9 +309,7 @@ class CapturedRounds:
         for done, shape in enumerate(shapes):
             if report is not None:
                 report(done, len(shapes))
-            self._recording(self._verifies, shape)
-            if shape.gamma and self.drafting:
-                self._recording(self._drafts, shape)
+            self._recorded(shape)
         if report is not None:
             report(len(shapes), len(shapes))
         self._sealed = True
@@ -351,6 +349,12 @@ class CapturedRounds:
                         shape = Shape(rows, gamma, kind, bound)
                         if shape == self._coarse(shape) and (gamma or kind != "rejected"):
                             yield shape
+
+    def _recorded(self, shape: Shape) -> None:
+        """Record all that there is of this shape."""
+        self._recording(self._verifies, shape)
+        if shape.gamma and self.drafting:
+            self._recording(self._drafts, shape)
 
     @torch.inference_mode()
     def _recording(self, known: dict[Shape, Recording], shape: Shape) -> Recording:

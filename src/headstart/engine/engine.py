@@ -148,6 +148,10 @@ class Engine:
 
     def step(self) -> None:
         """Read in some prompt, then give every running sequence a round."""
+        device = self.parts.runner.device
+        if device.type == "cuda":  # kernels of our own start on whatever device is the current one
+            with torch.cuda.device(device):
+                return self._step()
         if self._torch_threads is None:
             return self._step()
         before = torch.get_num_threads()

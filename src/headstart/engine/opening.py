@@ -14,7 +14,7 @@ from ..config import DraftConfig
 from ..drafters.base import Drafter
 from ..drafters.model import ModelDrafter
 from ..machine.fused import available, inner_loops
-from ..machine.progress import Tell
+from ..machine.progress import Tell, silent
 from ..machine.runner import EagerRunner
 from .captured import CapturedRounds, DeviceRunner, draft_lengths
 from .overlap import OverlappedRounds
@@ -24,8 +24,12 @@ __all__ = ["open_captured"]
 log = logging.getLogger(__name__)
 
 
+class _Stopped(Exception):
+    """Whoever was told raised something, which is no fault of the model's."""
+
+
 def open_captured(
-    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell = lambda text: None
+    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell = silent
 ) -> CapturedRounds | None:
     """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded."""
     if runner.device.type != "cuda" or len(set((getattr(runner.model, "hf_device_map", None) or {}).values())) > 1:
@@ -40,18 +44,31 @@ def open_captured(
     overlap = config.overlap if config.overlap is not None else fixed and not slow
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
     inner = inner_loops(runner.device)
-    rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
+    with torch.cuda.device(runner.device):
+        rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
+        return rounds if _recorded(rounds, type(runner.model).__name__, tell, compiled=not slow) else None
+
+
+def _recorded(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) -> bool:
+    def say(text: str) -> None:
+        try:
+            tell(text)
+        except Exception as error:
+            raise _Stopped from error
+
     started = perf_counter()
     try:
-        if not slow:
-            tell("compiling kernels")
+        if compiled:
+            say("compiling kernels")
             _compile(rounds)
-        _warm_up(rounds, tell)
+        rounds.warm_up(lambda done, total: say(f"recording rounds ({done} of {total})"))
+    except _Stopped as stopped:
+        raise stopped.__cause__ or stopped from None
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
-        log.warning("rounds are played step by step: %s cannot be recorded (%s)", type(runner.model).__name__, error)
-        return None
+        log.warning("rounds are played step by step: %s cannot be recorded (%s)", name, error)
+        return False
     log.info("recorded %d programs in %.1f s", rounds.recordings, perf_counter() - started)
-    return rounds
+    return True
 
 
 @torch.inference_mode()
@@ -68,7 +85,3 @@ def _compile(rounds: CapturedRounds) -> None:
         log.warning("kernels are compiled one by one: %s", error)
     else:
         log.info("compiled %d kernels in %.1f s", len(names), perf_counter() - started)
-
-
-def _warm_up(rounds: CapturedRounds, tell: Tell) -> None:
-    rounds.warm_up(lambda done, total: tell(f"recording rounds ({done} of {total})"))

@@ -95,11 +95,10 @@ class OverlappedRounds(CapturedRounds):
             self._whole += FADE * (whole - self._whole)
         return found
 
-    def warm_up(self, report: Any = None) -> None:
-        for shape in list(self._shapes()):
-            if _goes_on(shape):
-                self._continuation(shape)
-        super().warm_up(report)
+    def _recorded(self, shape: Shape) -> None:
+        if _goes_on(shape):
+            self._continuation(shape)
+        super()._recorded(shape)
 
     def _bodies(self, shape: Shape) -> Iterator[tuple[DeviceRunner, Callable[[], None]]]:
         yield from super()._bodies(shape)

@@ -77,6 +77,7 @@ def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
         _convert(gguf, folder, say)
         return folder
     say(f"looking for {HUB_ID} on the Hugging Face hub")
+    say("")  # fetching shows itself
     try:
         paths = [cached_file(HUB_ID, name, **_HUB_OPTIONS) for name in _HUB_FILES]
     except OSError as error:

@@ -9,6 +9,7 @@ Weights are read from safetensors or GGUF only. Pickle runs code when it is read
 from __future__ import annotations
 
 import io
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
 from ..errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # what makes models takes seconds to import, and a model whos
 __all__ = [
     "Capability",
     "Loaded",
+    "architecture",
     "capability",
     "eos_ids",
     "fetch_tokenizer",
@@ -166,6 +169,18 @@ def eos_ids(loaded: Loaded) -> tuple[int, ...]:
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or ())
     return tuple(sorted(token for token in found if 0 <= token < loaded.report.vocab_size))
+
+
+def architecture(name: str | Path, revision: str | None = None) -> str | None:
+    """The class that a model's own files name. None if that is not known without fetching them."""
+    path = Path(name).expanduser()
+    try:
+        if not path.is_dir():
+            path = Path(str(cached_file(str(name), "config.json", revision=revision, local_files_only=True))).parent
+        named = json.loads((path / "config.json").read_text()).get("architectures")
+    except (OSError, ValueError):
+        return None
+    return str(named[0]) if named else None
 
 
 def same_tokenizer(a: Loaded, b: Loaded) -> str | None:

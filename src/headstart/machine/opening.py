@@ -23,14 +23,24 @@ from .cpu.opening import check_quantization, described, open_packed, reason_agai
 from .cpu.packed import Packed
 from .cpu.runner import CpuRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
-from .loading import Capability, Loaded, load
+from .fused.lower import CLASSES
+from .loading import Capability, Loaded, architecture, load
 from .runner import EagerRunner
 from .shelf import keep, place_for, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Opened", "Quantization", "Runner", "load_draft", "load_target", "ready_to_compile", "runner_for"]
+__all__ = [
+    "Opened",
+    "Quantization",
+    "Runner",
+    "load_draft",
+    "load_target",
+    "ready_to_compile",
+    "runner_for",
+    "what_loads",
+]
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +59,27 @@ class Opened:
     ours: bool = False  # nobody else holds the model, so its float weights may be dropped
 
 
-def ready_to_compile(
-    source: str | Path | PreTrainedModel | None, placement: dict[str, Any]
-) -> AbstractContextManager[None]:
-    """To be entered before a target is loaded: what compiles the GPU's kernels starts then, beside the loading.
+def what_loads(source: str | Path | PreTrainedModel) -> str:
+    """What to tell whoever waits. Nothing where files may have to be fetched: transformers shows that itself."""
+    if is_embedded(source):
+        return "loading SmolLM2-135M-Instruct (embedded)"
+    if not isinstance(source, (str, Path)):
+        return f"loading {type(source).__name__}"
+    return f"loading {source}" if Path(source).expanduser().exists() else ""
 
-    ``source``: None if it is not known yet.
-    """
-    named = source is None or isinstance(source, (str, Path))
-    on_cpu = _on_cpu(placement) if named else source.device.type != "cuda"  # type: ignore[union-attr]
-    if on_cpu or fused.available() is not None:
+
+def ready_to_compile(
+    source: str | Path | PreTrainedModel | None, placement: dict[str, Any], revision: str | None = None
+) -> AbstractContextManager[None]:
+    """To be entered before a target is loaded (None: the embedded one): what compiles the GPU's kernels starts then,
+    beside the loading, if the target will want any."""
+    if source is None or isinstance(source, (str, Path)):
+        if _on_cpu(placement):
+            return nullcontext()
+        kind = "LlamaForCausalLM" if source is None else architecture(source, revision)
+    else:
+        kind = type(source).__name__ if source.device.type == "cuda" else None
+    if kind not in CLASSES or fused.available() is not None:
         return nullcontext()
     from .fused.ahead import expected
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["expected", "rehearsal", "rehearsing"]
+
+log = logging.getLogger(__name__)
 
 _MOST = 32  # processes
 _PACKAGE = __name__.rpartition(".")[0]
@@ -69,13 +72,16 @@ class _Absent:
 def expected() -> Iterator[None]:
     """A rehearsal may come inside: what compiles takes some seconds to start, which the caller spends on other work."""
     global _waiting
-    _prepare()
+    try:
+        _prepare()
+    except Exception as error:  # if there is a rehearsal, it will say what is wrong
+        log.info("no kernels can be compiled beside: %s", error)
     try:
         yield
     finally:
-        if _waiting is not None:
-            _waiting.give_up()
-            _waiting = None
+        helper, _waiting = _waiting, None
+        if helper is not None:
+            helper.give_up()
 
 
 def _prepare() -> None:
@@ -203,10 +209,8 @@ class _Helper:
         """Wait until all is compiled."""
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+        self._say(None)
+        self._process.communicate()
         self._notes.cleanup()
 
     def give_up(self) -> None:

@@ -7,8 +7,9 @@ package: it stands on the kernels' modules alone, because importing everything t
 
 Its first line of input says for which GPU, which modules hold the kernels, how many workers there are and where they
 leave notes for each other; the modules are imported at once. Each further line is one job: (module, function, what
-Triton calls its specialization data). Jobs are begun as they come, each in a process forked for it. When the input has
-ended and all are done, so is this.
+Triton calls its specialization data). Jobs are begun as they come, each in a process forked for it. A last line says
+null (the end of the input alone may come late: whoever forks at the wrong moment has the pipe too). When all are done,
+so is this.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ class _Lines:
         found = os.read(self._file, 1 << 20)
         self.open = bool(found)
         *lines, self._rest = (self._rest + found).split(b"\n")
+        if lines and lines[-1] == b"null":
+            self.open = False
+            lines.pop()
         return [line.decode() for line in lines]
 
     def one(self) -> str:

@@ -3,9 +3,9 @@
 Knows: how Triton starts a kernel that it has compiled. Does not know: any kernel, or what a layer is.
 
 Triton takes some 50 us to get from Python to a kernel: it works out from all arguments which of its compiled forms is
-meant. Layers of a model launch the same kernels with the same numbers, and only their weights and caches lie elsewhere.
-So one layer's launches are noted, and made again with other addresses in a few us each. That is most of the time that
-recording takes, and of a short prompt's.
+meant. That form can be launched itself (``compiled[grid]``), in a few us. Layers of a model launch the same kernels
+with the same numbers, and only their weights and caches lie elsewhere; so one layer's launches are noted, and made
+again with other addresses. Launching is most of the time that recording takes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Repeats:
 
 
 class _Launches:
-    def __init__(self, notes: list[_Note], own: Sequence[Tensor], stream: int) -> None:
+    def __init__(self, notes: list[_Note], own: Sequence[Tensor]) -> None:
         self._own = [tensor.data_ptr() for tensor in own]
         self._kept = notes  # the memory that these tensors have must stay theirs
         self._starts = []
@@ -66,19 +66,17 @@ class _Launches:
             values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
             tensors = [(i, values[i]) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
             places = [(i, self._own.index(address)) for i, address in tensors if address in self._own]
-            x, y, z = (*grid, 1, 1)[:3]
-            known = (x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None)
-            self._starts.append((compiled.run, known, values, places))
+            self._starts.append((compiled[(*grid, 1, 1)[:3]], values, places))
 
     def again(self, own: Sequence[Tensor]) -> bool:
         """False if it cannot be: a kernel is compiled for addresses that are multiples of 16, or for any."""
         at = [tensor.data_ptr() for tensor in own]
         if any((here ^ there) & 15 for here, there in zip(at, self._own, strict=True)):
             return False
-        for run, known, values, places in self._starts:
+        for start, values, places in self._starts:
             for place, index in places:
                 values[place] = at[index]
-            run(*known, *values)
+            start(*values)
         return True
 
 
@@ -90,22 +88,10 @@ def _noted(work: Callable[[], None], own: Sequence[Tensor]) -> _Launches | None:
         notes = _notes.taken
     finally:
         _notes.taken = None
-    if not all(isinstance(getattr(note.compiled, "function", None), int) for note in notes) or _heard():
+    if not all(isinstance(getattr(note.compiled, "function", None), int) for note in notes):
         return None  # interpreted, or not compiled yet
     # A tensor that only begins elsewhere in the memory of one of ``own`` would not be found, and stay what it is.
     memory, addresses = {x.untyped_storage().data_ptr() for x in own}, [x.data_ptr() for x in own]
     tensors = [x for note in notes for x in note.arguments if isinstance(x, Tensor)]
     inside = any(x.untyped_storage().data_ptr() in memory and x.data_ptr() not in addresses for x in tensors)
-    if inside or len(set(addresses)) < len(addresses):
-        return None
-    from triton.runtime import driver
-
-    return _Launches(notes, own, driver.active.get_current_stream(driver.active.get_current_device()))
-
-
-def _heard() -> bool:
-    """Is there somebody who wants to hear of every launch, such as a profiler?"""
-    from triton import knobs
-
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
+    return None if inside or len(set(addresses)) < len(addresses) else _Launches(notes, own)

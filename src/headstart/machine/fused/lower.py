@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from .rounding import Matrix, plain, rounded, why_not_rounded
 
-__all__ = ["Layer", "Weights", "lower", "why_not"]
+__all__ = ["CLASSES", "Layer", "Weights", "lower", "why_not"]
 
 # What a rotary table may depend on: the position only. "dynamic" and "longrope" also look at the longest position.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-_CLASSES = frozenset(
+CLASSES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"}
 )
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -58,7 +58,7 @@ class Layer:
     def kind(self) -> tuple[object, ...]:
         """What two layers have in common where every kernel can take the one for the other."""
         absent = tuple(x is None for x in (self.qkv_bias, self.q_norm, self.k_norm, self.o_bias))
-        return (self.window, self.qkv.bits, *absent, *((x.dtype, x.shape) for x in self.tensors))
+        return (self.window, *absent, *((x.dtype, x.shape) for x in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Weights:
 def why_not(model: nn.Module, kind: str | None = None) -> str | None:
     """None if the model can be lowered (and its weights rounded to ``kind``), else the reason in words."""
     name = type(model).__name__
-    if name not in _CLASSES:
-        return f"{name} is not one of {', '.join(sorted(_CLASSES))}"
+    if name not in CLASSES:
+        return f"{name} is not one of {', '.join(sorted(CLASSES))}"
     live: Any = model
     config = live.config
     head_dim = _head_dim(config)
