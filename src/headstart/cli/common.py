@@ -60,7 +60,12 @@ Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is gr
 TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens with this much probability.")]
 TopK = Annotated[int, typer.Option(help="Draw from the k most likely tokens; 0 for all.")]
 MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")]
-Seed = Annotated[int | None, typer.Option(help="Repeatable sampling.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Repeatable sampling; with --gamma auto only under --verification coupled (see docs/reference.md)."
+    ),
+]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text. May be given several times.")]
 Rule = Annotated[str, typer.Option("--verification", help="block, token or coupled.")]
 Speculate = Annotated[bool, typer.Option("--speculate/--plain", help="--plain decodes without drafting.")]
