@@ -240,7 +240,22 @@ def test_bad_requests_name_their_field(llm: LLM) -> None:
         llm.generate("text without a tokenizer", GREEDY)
     with pytest.raises(InvalidParameter, match="params"):
         llm.generate([[3], [4]], [GREEDY])
+    with pytest.raises(InvalidParameter, match="prompts must be"):
+        llm.generate(5, GREEDY)  # type: ignore[call-overload]
+    with pytest.raises(InvalidParameter, match="stop must be"):
+        SamplingParams(stop=3)  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLong) as caught:
+        llm.generate([3] * 60, GREEDY)
+    assert caught.value.room == 4
     assert llm.engine.idle
+
+
+def test_nothing_that_is_no_model_gets_far(target: Any) -> None:
+    for wrong in ({"model": 5}, {"model": target, "draft": 5}):
+        with pytest.raises(InvalidParameter, match="model must be"):
+            LLM(**wrong, max_model_len=64)
+    with pytest.raises(InvalidParameter, match="device"):
+        LLM("some-model", device="foo")
 
 
 def test_nan_fails_one_request_and_no_other(target: Any) -> None:

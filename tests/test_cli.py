@@ -76,9 +76,13 @@ def test_plain_and_speculative_agree(folder: str) -> None:
 
 
 def test_prompt_from_standard_input(folder: str) -> None:
-    result = runner.invoke(app, ["generate", "-m", folder, "-n", "4", "--json"], input="from a pipe")
+    arguments = ["generate", "-m", folder, "-n", "4", "--json"]
+    result = runner.invoke(app, arguments, input="from a pipe\n")  # as echo writes it
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["stats"]["tokens"] >= 1
+    given = runner.invoke(app, [*arguments, "from a pipe"])
+    told, same = (json.loads(r.stdout) for r in (result, given))
+    assert told["token_ids"] == same["token_ids"]
+    assert told["stats"]["prompt_tokens"] == same["stats"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,8 @@ def test_prompt_from_standard_input(folder: str) -> None:
         (["generate", "-m", "{folder}", "   "], "prompt"),
         (["generate", "-m", "{folder}", "-n", "100000", "x"], "max_tokens"),
         (["generate", "-m", "/nowhere/at/all", "x"], "/nowhere/at/all"),
+        (["generate", "-m", "{folder}", "--device", "foo", "x"], "device"),
+        (["generate", "-m", "{folder}", "--logprobs", "2", "x"], "--json"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(folder: str, arguments: list[str], expected: str) -> None:
@@ -105,6 +111,14 @@ def test_chat_keeps_a_conversation(folder: str) -> None:
     result = runner.invoke(app, ["chat", "-m", folder, "-n", "6", "--seed", "1"], input="Hello\n/reset\n\nBye\n/quit\n")
     assert result.exit_code == 0, result.output
     assert result.stderr.count("tok/s") == 2
+    assert "started anew" in result.stderr
+
+
+def test_chat_answers_in_the_room_there_is(folder: str) -> None:
+    result = runner.invoke(app, ["chat", "-m", folder, "--max-model-len", "90", "--seed", "1"], input="Hello\n/quit\n")
+    assert result.exit_code == 0, result.output
+    assert "too long" not in result.stderr
+    assert result.stderr.count("tok/s") == 1
 
 
 def test_demo_compares_plain_with_speculative(folder: str) -> None:

@@ -24,6 +24,7 @@ CUDA, CPU = {"device": "cuda"}, {"device": "cpu"}
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each time that what compiles is started."""
     found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(fused, "available", lambda: None)
     monkeypatch.setattr(ahead, "expected", lambda: (found.append("started"), nullcontext())[1])
     return found

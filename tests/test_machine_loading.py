@@ -56,6 +56,14 @@ def test_dtype(folder: Path) -> None:
             load(folder, dtype=wrong)
 
 
+def test_what_is_no_model_or_no_device_is_named(folder: Path) -> None:
+    with pytest.raises(InvalidParameter, match="model must be a folder"):
+        load(5)  # type: ignore[arg-type]
+    for device in ("foo", 5.0, f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(InvalidParameter, match="device"):
+            load(folder, device=device)  # type: ignore[arg-type]
+
+
 def test_a_live_model_is_taken_as_it_is() -> None:
     model = tiny_model("qwen3", dtype=torch.bfloat16)
     loaded = load(model)

@@ -158,9 +158,11 @@ class LLM:
         """Complete one prompt, or many together (in input order). A prompt is text or token ids.
 
         ``prediction`` is text you expect to find in the answer (the file being edited, say); ``lookup`` drafts
-        from it, and it can never change the answer. One failing prompt of many comes back with
-        ``finish_reason="error"`` and ``error``; a single failing prompt raises.
+        from it, and it can never change the answer. A prompt that cannot be taken (too long, say) raises before any is
+        answered. One of many that fails on its way comes back with ``finish_reason="error"`` and ``error``.
         """
+        if not isinstance(prompts, (str, Sequence)):
+            raise InvalidParameter("prompts", f"must be text, token ids, or a list of those, not {prompts!r}")
         single = _is_prompt(prompts)
         many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
         each = _per_prompt("params", params if params is not None else SamplingParams(), SamplingParams, len(many))
@@ -173,13 +175,17 @@ class LLM:
         return completions[0] if single else completions
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | None = None,
     ) -> Completion | list[Completion]:
-        """Answer one conversation (a list of {"role", "content"}), or several together."""
+        """Answer one conversation (a list of {"role", "content"}), or several together. ``prediction``: for each."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         many: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item, assignment]
         settings = params if params is not None else SamplingParams()
-        requests = [self._request(self._need_codec().encode_chat(m), settings, None) for m in many]
+        requests = [self._request(self._need_codec().encode_chat(m), settings, prediction) for m in many]
         completions = self._run(requests, alone=single)
         return completions[0] if single else completions
 

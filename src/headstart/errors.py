@@ -39,7 +39,9 @@ class InvalidParameter(HeadstartError, ValueError):
 
 
 class PromptTooLong(InvalidParameter):
-    """The prompt, or the prompt and ``max_tokens`` together, does not fit the context."""
+    """The prompt, or the prompt and ``max_tokens`` together, does not fit the context. ``room``: what an answer has."""
+
+    room: int = 0
 
 
 class ModelRefused(HeadstartError):

@@ -139,6 +139,8 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
 
     def _check_lists(self) -> None:
+        if not isinstance(self.stop, (str, Sequence)):
+            raise InvalidParameter("stop", f"must be a string or a list of strings, not {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if len(stop) > MAX_STOP_STRINGS:
             raise InvalidParameter("stop", f"takes at most {MAX_STOP_STRINGS} strings, not {len(stop)}")

@@ -5,16 +5,20 @@ Knows: turns and the prompt line. Does not know: how an answer is made.
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from ..errors import PromptTooLong
+from ..types import SamplingParams
 from . import common
 
 __all__ = ["chat"]
+
+_LEAST_ROOM = 16  # tokens; a shorter answer is none
 
 
 def chat(
@@ -73,12 +77,13 @@ def chat(
             return
         if said == "/reset":
             messages = list(opening)
+            notes.print("started anew")
             continue
         if not said:
             continue
         messages.append({"role": "user", "content": said})
         try:
-            running = llm.stream(messages, params)
+            running = _answer(llm, messages, params)
         except PromptTooLong as error:
             notes.print(f"the conversation has grown too long ({error}); /reset starts anew")
             messages.pop()
@@ -89,3 +94,13 @@ def chat(
         completion = running.completion()
         notes.print(common.closing_line(completion.stats, llm.engine.inactive_reason))
         messages.append({"role": "assistant", "content": completion.text})
+
+
+def _answer(llm: Any, messages: list[dict[str, str]], params: SamplingParams) -> Any:
+    """The answer, cut short where the context ends."""
+    try:
+        return llm.stream(messages, params)
+    except PromptTooLong as error:
+        if error.room < _LEAST_ROOM:
+            raise
+        return llm.stream(messages, replace(params, max_tokens=error.room))

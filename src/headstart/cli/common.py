@@ -105,7 +105,7 @@ def open_llm(
     amount: int | str = gamma
     if gamma != "auto":
         if not gamma.isdigit():
-            raise InvalidParameter("gamma", f"must be a number or 'auto', not {gamma!r}")
+            raise InvalidParameter("gamma", f"must be 0 or more, or 'auto', not {gamma!r}")
         amount = int(gamma)
     with telling(None) as tell:
         tell(f"loading {model or 'SmolLM2-135M-Instruct (embedded)'}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..types import Completion, SamplingParams
 from . import common
@@ -70,11 +71,13 @@ def demo(
         device=device,
         context=context,
     )
+    if console.is_terminal:
+        console.print(common.legend())
     console.print(
         f"\n[bold]Target[/] {common.describe(llm.report)}\n[bold]Draft[/]  {llm.drafter_name}, gamma {gamma}\n"
     )
-    table = Table(title="Plain against speculative decoding, greedy, same text", title_justify="left")
-    for name in ("prompt", "tokens", "plain tok/s", "speculative tok/s", "speed-up", "alpha", "tau", "same tokens"):
+    table = Table(title="Plain and speculative decoding, greedy: tokens a second", title_justify="left")
+    for name in ("prompt", "tokens", "plain", "drafted", "speed-up", "alpha", "tau", "same"):
         table.add_column(name, justify="left" if name == "prompt" else "right")
     _run(llm, "Hello", 4, speculate=False)  # warm up
     for name, prompt in PROMPTS.items():
@@ -108,6 +111,6 @@ def _run(llm: Any, prompt: str, max_tokens: int, *, speculate: bool, console: Co
     running = llm.stream(asked, params)
     for piece in running:
         if console is not None:
-            console.print(piece.text, style="green", end="", highlight=False, markup=False, soft_wrap=True)
+            console.print(Text(piece.text, style=common.ORIGIN_STYLES[piece.origin]), end="", soft_wrap=True)
     completion: Completion = running.completion()
     return completion

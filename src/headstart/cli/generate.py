@@ -53,6 +53,8 @@ def generate(
 ) -> None:
     """Complete a prompt. Tokens are coloured by where they came from when the output is a terminal."""
     text = _read(prompt)
+    if logprobs is not None and not as_json:
+        raise InvalidParameter("logprobs", "are printed with --json only")
     params = common.sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -101,7 +103,7 @@ def generate(
 def _read(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise InvalidParameter("prompt", "is missing: give it as an argument or on standard input")
-    text = sys.stdin.read() if prompt is None or prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt is None or prompt == "-" else prompt
     if not text.strip():
         raise InvalidParameter("prompt", "is empty")
     return text

@@ -69,4 +69,5 @@ def _options(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show what is going on inside."),
 ) -> None:
+    logging.getLogger("huggingface_hub").propagate = False  # it prints for itself
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")

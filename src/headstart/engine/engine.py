@@ -253,7 +253,9 @@ class Engine:
         if length >= self.max_len:
             raise PromptTooLong("prompt", f"has {length} tokens; the context holds {self.max_len} with the answer")
         if length + wanted > self.max_len:
-            raise PromptTooLong(
-                "max_tokens",
-                f"is {wanted}; with {length} prompt tokens at most {self.max_len - length} fit the context",
+            room = self.max_len - length
+            error = PromptTooLong(
+                "max_tokens", f"is {wanted}; with {length} prompt tokens at most {room} fit the context"
             )
+            error.room = room
+            raise error

@@ -73,7 +73,7 @@ def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
         return folder
     gguf = _wheel_file()
     if gguf is not None and find_spec("gguf") is not None:
-        say(f"converting {gguf.name} for {folder} (once, some seconds)")
+        say(f"converting {gguf.name} (once, some seconds)")
         _convert(gguf, folder, say)
         return folder
     say(f"looking for {HUB_ID} on the Hugging Face hub")

@@ -36,6 +36,7 @@ __all__ = [
     "Loaded",
     "architecture",
     "capability",
+    "check_device",
     "eos_ids",
     "fetch_tokenizer",
     "load",
@@ -94,11 +95,16 @@ def load(
     one. ``token`` (or HF_TOKEN) opens gated repositories. Raises ``ModelRefused`` or ``ModelNotFound``.
     """
     wanted = _dtype(dtype)
+    check_device(device)
     remote = {"revision": revision, "token": token, "local_files_only": local_files_only}
     if trust_remote_code:
         warnings.warn("trust_remote_code is on: code from the model's repository will run here", stacklevel=2)
         remote["trust_remote_code"] = True
     if not isinstance(model, (str, Path)):
+        if not hasattr(model, "config"):
+            raise InvalidParameter(
+                "model", f"must be a folder, a .gguf file, a hub id or a Hugging Face model, not {model!r}"
+            )
         ready, own = model, None
         refuse(refusals(ready.config, type(ready)))
         if device is not None or wanted is not None:
@@ -117,6 +123,16 @@ def load(
     report = capability(ready, own)
     refuse(report.reasons)
     return Loaded(ready.eval(), own, report)
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Refuse a device that is not here, in a sentence."""
+    try:
+        place = torch.device(device or "cpu")
+    except (RuntimeError, TypeError):
+        raise InvalidParameter("device", f"must be 'cpu', 'cuda' or 'cuda:N', not {device!r}") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise InvalidParameter("device", f"is {device}, but this machine has {torch.cuda.device_count()} CUDA GPUs")
 
 
 def capability(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Capability:

@@ -24,7 +24,7 @@ from .cpu.packed import Packed
 from .cpu.runner import CpuRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .fused.lower import CLASSES
-from .loading import Capability, Loaded, architecture, load
+from .loading import Capability, Loaded, architecture, check_device, load
 from .runner import EagerRunner
 from .shelf import keep, place_for, take
 
@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 Quantization: TypeAlias = Literal["auto", "int8", "int4"] | None
 Runner: TypeAlias = EagerRunner | CpuRunner
@@ -78,7 +80,7 @@ def ready_to_compile(
             return nullcontext()
         kind = "LlamaForCausalLM" if source is None else architecture(source, revision)
     else:
-        kind = type(source).__name__ if source.device.type == "cuda" else None
+        kind = type(source).__name__ if getattr(source, "device", _CPU).type == "cuda" else None
     if kind not in CLASSES or fused.available() is not None:
         return nullcontext()
     from .fused.ahead import expected
@@ -215,6 +217,7 @@ def _taken(
 
 def _on_cpu(placement: dict[str, Any]) -> bool:
     device = placement.get("device")
+    check_device(device)
     if placement.get("device_map") is not None:
         return False
     return torch.device(device).type == "cpu" if device is not None else not torch.cuda.is_available()
