@@ -244,6 +244,8 @@ def test_bad_requests_name_their_field(llm: LLM) -> None:
         llm.generate(5, GREEDY)  # type: ignore[call-overload]
     with pytest.raises(InvalidParameter, match="stop must be"):
         SamplingParams(stop=3)  # type: ignore[arg-type]
+    assert SamplingParams(stop={"x"}).stop == ("x",)  # type: ignore[arg-type]  # anything that holds strings
+    assert len(llm.generate(([n] for n in (3, 4)), GREEDY)) == 2  # type: ignore[call-overload]  # or prompts
     with pytest.raises(PromptTooLong) as caught:
         llm.generate([3] * 60, GREEDY)
     assert caught.value.room == 4

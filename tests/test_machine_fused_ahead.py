@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton_stand import Driver  # noqa: E402
+from triton_stand import Driver, forget  # noqa: E402
 
 from headstart.machine.fused import ahead, kernels_pointwise  # noqa: E402
 
@@ -52,13 +52,6 @@ def work(width: int) -> None:
     kernels_pointwise.norm(x, None, torch.ones(width), scaled, eps=1e-5, pdl=0)
 
 
-def forget() -> None:
-    """Kernels that this process has are no longer there, as in a new one."""
-    for thing in vars(kernels_pointwise).values():
-        if isinstance(thing, triton.JITFunction):
-            thing.device_caches.clear()
-
-
 def alive(process: Any) -> bool:
     return process is not None and process.poll() is None
 
@@ -74,7 +67,7 @@ def test_what_is_rehearsed_is_compiled_elsewhere(cache: Path, monkeypatch: pytes
     assert len(names) == 2
     assert here.count == 0
     assert len(list(cache.glob("headstart-*"))) == 1
-    forget()
+    forget(kernels_pointwise)  # as in a new process
     monkeypatch.setattr(ahead, "_Helper", None)  # nothing is left for it to do
     with ahead.rehearsal() as again:
         work(64)

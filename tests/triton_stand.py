@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
+from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
 from headstart.machine.fused import compiling
@@ -17,3 +20,11 @@ class Driver(compiling._Stand):
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def forget(*modules: ModuleType) -> None:
+    """The kernels of these modules are no longer there."""
+    for module in modules:
+        for thing in vars(module).values():
+            if isinstance(thing, JITFunction):
+                thing.device_caches.clear()

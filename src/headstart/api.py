@@ -7,7 +7,7 @@ works inside.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
@@ -161,7 +161,7 @@ class LLM:
         from it, and it can never change the answer. A prompt that cannot be taken (too long, say) raises before any is
         answered. One of many that fails on its way comes back with ``finish_reason="error"`` and ``error``.
         """
-        if not isinstance(prompts, (str, Sequence)):
+        if not isinstance(prompts, Iterable):
             raise InvalidParameter("prompts", f"must be text, token ids, or a list of those, not {prompts!r}")
         single = _is_prompt(prompts)
         many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]

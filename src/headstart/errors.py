@@ -41,7 +41,9 @@ class InvalidParameter(HeadstartError, ValueError):
 class PromptTooLong(InvalidParameter):
     """The prompt, or the prompt and ``max_tokens`` together, does not fit the context. ``room``: what an answer has."""
 
-    room: int = 0
+    def __init__(self, field: str, message: str, room: int = 0) -> None:
+        super().__init__(field, message)
+        self.room = room
 
 
 class ModelRefused(HeadstartError):

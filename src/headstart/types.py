@@ -18,7 +18,7 @@ Glossary, used with the same meaning everywhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -139,7 +139,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
 
     def _check_lists(self) -> None:
-        if not isinstance(self.stop, (str, Sequence)):
+        if not isinstance(self.stop, Iterable):
             raise InvalidParameter("stop", f"must be a string or a list of strings, not {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if len(stop) > MAX_STOP_STRINGS:

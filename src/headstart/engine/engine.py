@@ -254,8 +254,6 @@ class Engine:
             raise PromptTooLong("prompt", f"has {length} tokens; the context holds {self.max_len} with the answer")
         if length + wanted > self.max_len:
             room = self.max_len - length
-            error = PromptTooLong(
-                "max_tokens", f"is {wanted}; with {length} prompt tokens at most {room} fit the context"
+            raise PromptTooLong(
+                "max_tokens", f"is {wanted}; with {length} prompt tokens at most {room} fit the context", room
             )
-            error.room = room
-            raise error

@@ -14,7 +14,7 @@ from ..config import DraftConfig
 from ..drafters.base import Drafter
 from ..drafters.model import ModelDrafter
 from ..machine.fused import available, inner_loops
-from ..machine.progress import Tell, silent
+from ..machine.progress import Tell
 from ..machine.runner import EagerRunner
 from .captured import CapturedRounds, DeviceRunner, draft_lengths
 from .overlap import OverlappedRounds
@@ -29,7 +29,7 @@ class _Stopped(Exception):
 
 
 def open_captured(
-    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell = silent
+    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell
 ) -> CapturedRounds | None:
     """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded."""
     if runner.device.type != "cuda" or len(set((getattr(runner.model, "hf_device_map", None) or {}).values())) > 1:

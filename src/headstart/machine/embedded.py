@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from .cpu.packed import Packed, load_packed, pack_model, said_about, save_packed
 from .cpu.packed import why_not as why_not_packed
 from .loading import Loaded, capability, quiet, read_gguf
 from .outline import outlined, report_from, report_text
+from .progress import Tell, silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,9 +65,8 @@ def is_embedded(model: object) -> bool:
     return isinstance(model, (str, Path)) and Path(model).expanduser() == cache_folder() / _FOLDER
 
 
-def embedded_folder(progress: Callable[[str], None] | None = None) -> Path:
-    """A folder with the embedded model, converted or downloaded first if need be. ``progress`` is told what happens."""
-    say = progress or (lambda message: None)
+def embedded_folder(say: Tell = silent) -> Path:
+    """A folder with the embedded model, converted or downloaded first if need be. ``say`` is told what happens."""
     folder = cache_folder() / _FOLDER
     if (folder / _MARKER).exists():
         return folder
@@ -96,12 +95,11 @@ def _wheel_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def embedded_packed(folder: Path, progress: Callable[[str], None] | None = None) -> tuple[Loaded, Packed] | None:
+def embedded_packed(folder: Path, say: Tell = silent) -> tuple[Loaded, Packed] | None:
     """The embedded model and its weights for the CPU kernels, made first if need be; None where they cannot be had.
 
     They come from the GGUF file, whose 4-bit numbers they keep exactly, not from the folder's 16-bit copy.
     """
-    say = progress or (lambda message: None)
     path = folder / _PACKED
     if no_kernels() is not None:
         return None
@@ -131,7 +129,7 @@ def _pack(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path
     return packed
 
 
-def _convert(gguf: Path, folder: Path, say: Callable[[str], None]) -> None:
+def _convert(gguf: Path, folder: Path, say: Tell) -> None:
     """Write the folder in one step: another process sees it whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = read_gguf(gguf)

@@ -36,9 +36,10 @@ __all__ = [
     "Loaded",
     "architecture",
     "capability",
-    "check_device",
+    "device_for",
     "eos_ids",
     "fetch_tokenizer",
+    "found_at",
     "load",
     "quiet",
     "read_gguf",
@@ -94,8 +95,7 @@ def load(
     ``dtype="auto"`` is the checkpoint's on a GPU and float32 on the CPU; ``device`` defaults to the GPU if there is
     one. ``token`` (or HF_TOKEN) opens gated repositories. Raises ``ModelRefused`` or ``ModelNotFound``.
     """
-    wanted = _dtype(dtype)
-    check_device(device)
+    wanted, place = _dtype(dtype), device_for(device)
     remote = {"revision": revision, "token": token, "local_files_only": local_files_only}
     if trust_remote_code:
         warnings.warn("trust_remote_code is on: code from the model's repository will run here", stacklevel=2)
@@ -110,7 +110,6 @@ def load(
         if device is not None or wanted is not None:
             ready = ready.to(device=device, dtype=wanted)
     else:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if wanted is None and place.type == "cpu" and device_map is None:
             wanted = torch.float32
         ready, own = _fetch(model, wanted, device_map, remote)
@@ -125,14 +124,17 @@ def load(
     return Loaded(ready.eval(), own, report)
 
 
-def check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is not here, in a sentence."""
+def device_for(device: str | torch.device | None) -> torch.device:
+    """Where a model goes: a GPU if there is one and nothing else is asked for. One that is not here is refused."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device or "cpu")
+        place = torch.device(device)
     except (RuntimeError, TypeError):
         raise InvalidParameter("device", f"must be 'cpu', 'cuda' or 'cuda:N', not {device!r}") from None
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise InvalidParameter("device", f"is {device}, but this machine has {torch.cuda.device_count()} CUDA GPUs")
+    return place
 
 
 def capability(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Capability:
@@ -189,14 +191,19 @@ def eos_ids(loaded: Loaded) -> tuple[int, ...]:
 
 def architecture(name: str | Path, revision: str | None = None) -> str | None:
     """The class that a model's own files name. None if that is not known without fetching them."""
-    path = Path(name).expanduser()
     try:
-        if not path.is_dir():
-            path = Path(str(cached_file(str(name), "config.json", revision=revision, local_files_only=True))).parent
-        named = json.loads((path / "config.json").read_text()).get("architectures")
+        place = found_at(name, revision=revision, local_files_only=True)
+        named = json.loads((place / "config.json").read_text()).get("architectures")
     except (OSError, ValueError):
         return None
     return str(named[0]) if named else None
+
+
+def found_at(name: str | Path, **hub: Any) -> Path:
+    """The folder or file that a model is named by; of one on the hub the snapshot, which is fetched unless ``hub`` says
+    otherwise. Raises OSError or ValueError."""
+    path = Path(name).expanduser()
+    return path if path.exists() else Path(str(cached_file(str(name), "config.json", **hub))).parent
 
 
 def same_tokenizer(a: Loaded, b: Loaded) -> str | None:

@@ -24,7 +24,7 @@ from .cpu.packed import Packed
 from .cpu.runner import CpuRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .fused.lower import CLASSES
-from .loading import Capability, Loaded, architecture, check_device, load
+from .loading import Capability, Loaded, architecture, device_for, load
 from .runner import EagerRunner
 from .shelf import keep, place_for, take
 
@@ -216,8 +216,5 @@ def _taken(
 
 
 def _on_cpu(placement: dict[str, Any]) -> bool:
-    device = placement.get("device")
-    check_device(device)
-    if placement.get("device_map") is not None:
-        return False
-    return torch.device(device).type == "cpu" if device is not None else not torch.cuda.is_available()
+    place = device_for(placement.get("device"))
+    return placement.get("device_map") is None and place.type == "cpu"

@@ -19,11 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils import cached_file
-
 from .cache import cache_folder
 from .cpu.packed import VERSION, Packed, load_packed, said_about, save_packed
-from .loading import Loaded, fetch_tokenizer
+from .loading import Loaded, fetch_tokenizer, found_at
 from .outline import outlined, report_from, report_text
 
 if TYPE_CHECKING:
@@ -41,10 +39,8 @@ def place_for(
     source: str | Path, kind: str, *, dtype: str | torch.dtype, revision: str | None, token: str | bool | None
 ) -> Path | None:
     """Where a packed copy of the model belongs, be it there or not; None if the model is not on this disk."""
-    path = Path(source).expanduser()
     try:
-        if not path.exists():  # on the hub: the snapshot that the revision stands for now
-            path = Path(str(cached_file(str(source), "config.json", revision=revision, token=token))).parent
+        path = found_at(source, revision=revision, token=token)  # on the hub: what the revision stands for now
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     except (OSError, ValueError):

@@ -108,7 +108,7 @@ class FusedRunner(EagerRunner):
         whole = self.fused.weights
         layers = list(whole.layers[:2])  # the first one meets sums of another shape than the others
         for layer in whole.layers:
-            if all(layer.window != other.window for other in layers):
+            if all(layer.kind != other.kind for other in layers):
                 layers.append(layer)
         kept = self.fused.kept
         self.fused.weights = replace(whole, layers=tuple(layers))
