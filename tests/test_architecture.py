@@ -19,6 +19,7 @@ FLOORS = {
     "controller": 3,
     "engine": 4,
     "lab": 5,
+    "assembly": 5,
     "distill": 5,
     "deploy": 5,
     "testing": 5,

@@ -56,7 +56,9 @@ def test_and_for_no_others(entered: list[str], tmp_path: Path, monkeypatch: pyte
 
 def test_every_load_says_so_before_it_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("headstart.api.ready_to_compile", lambda *given: (asked.append(given[0]), nullcontext())[1])
+    monkeypatch.setattr(
+        "headstart.assembly.ready_to_compile", lambda *given: (asked.append(given[0]), nullcontext())[1]
+    )
     with pytest.raises(ModelNotFound):
         LLM(tmp_path / "nothing", device="cpu")
     assert asked == [tmp_path / "nothing"]

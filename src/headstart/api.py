@@ -1,51 +1,35 @@
 """The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``.
 
-Knows: how to put models, a drafter and an engine together, and how people write prompts. Does not know: how any of it
-works inside.
+Knows: how people write prompts and read answers. Does not know: how models, drafter and engine are put together.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 import torch
 
+from .assembly import Model, assemble
 from .config import Config
-from .controller import controller_for
-from .drafters.base import Drafter, drafter_named, registered_drafters
-from .drafters.head import HeadDrafter
-from .drafters.model import ModelDrafter
-from .drafters.portfolio import PortfolioDrafter
-from .drafters.watched import WatchedRunner
+from .drafters.base import Drafter
 from .engine.engine import Engine, Handle
-from .engine.opening import open_captured
 from .engine.stats import EngineStats
-from .errors import InvalidParameter, ModelRefused
-from .machine.embedded import embedded_draft, embedded_folder, is_embedded
-from .machine.head import head_folder
-from .machine.loading import Capability, eos_ids, same_tokenizer
-from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for, what_loads
-from .machine.progress import Tell, telling
-from .machine.runner import EagerRunner
-from .machine.text import TextCodec, TextStream
-from .types import Completion, DraftView, Piece, Request, SamplingParams
+from .errors import InvalidParameter
+from .machine.loading import Capability
+from .machine.opening import Quantization
+from .machine.progress import Tell
+from .machine.text import TextCodec
+from .types import Completion, Piece, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Stream"]
 
-log = logging.getLogger(__name__)
-
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-Model: TypeAlias = "str | Path | PreTrainedModel"
-
-LONGEST_DEFAULT = 8192  # tokens; a model that can hold more is given more only when asked
 
 
 class LLM:
@@ -88,46 +72,28 @@ class LLM:
         at (an empty text: nothing to tell); without it, a terminal shows that in one line.
         """
         self.config = Config.of({"gamma": gamma, **settings})
-        self._check = check
-        self._placement = {
+        placement = {
             "device": device,
             "device_map": device_map,
             "trust_remote_code": trust_remote_code,
             "token": token,
         }
-        self._draft_quantization: Quantization = draft_quantization
-        with telling(progress) as tell, ready_to_compile(model, self._placement, revision):
-            source: Model = embedded_folder(tell) if model is None else model
-            if draft == "auto" and not is_embedded(source):
-                draft = "lookup"
-            tell(what_loads(source))
-            opened = load_target(
-                source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **self._placement
-            )
-            self._longest = self._context(opened.loaded.report)
-            runner, self._target = runner_for(opened, **self._sizes())
-            self._codec = TextCodec(self._target.tokenizer) if self._target.tokenizer is not None else None
-            self._vocab_size = self._target.report.tokenizer_size or runner.vocab_size
-            drafter = self._drafter(draft, runner, dtype if draft_dtype is None else draft_dtype, tell)
-            captured = None
-            if isinstance(runner, EagerRunner):
-                captured = open_captured(runner, drafter, self.config.draft, self._vocab_size, tell)
-        self.engine = Engine(
-            runner,
-            drafter,
-            controller_for(
-                self.config.draft,
-                free=drafter is not None and drafter.free,
-                ends_itself=drafter is not None and drafter.ends_itself,
-            ),
-            self.config.engine,
-            vocab_size=self._vocab_size,
-            eos=eos_ids(self._target),
-            text=self._text_stream if self._codec is not None else None,
-            captured=captured,
-            max_gamma=self.config.draft.most,
-            torch_threads=_torch_threads(runner, drafter),
+        built = assemble(
+            model,
+            draft,
+            self.config,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            draft_dtype=dtype if draft_dtype is None else draft_dtype,
+            quantization=quantization,
+            draft_quantization=draft_quantization,
+            placement=placement,
+            revision=revision,
+            check=check,
+            progress=progress,
         )
+        self.engine = built.engine
+        self._target, self._codec = built.target, built.codec
         self._ids = count()
 
     # -- what people call
@@ -260,81 +226,6 @@ class LLM:
         if self._codec is None:
             raise InvalidParameter("prompt", "must be token ids: this model was given without a tokenizer")
         return self._codec
-
-    def _text_stream(self, request: Request) -> TextStream:
-        stops = request.params.stop
-        assert not isinstance(stops, str)  # SamplingParams makes it a tuple
-        return TextStream(self._need_codec(), request.prompt, tuple(stops))
-
-    def _worth_drafting(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        return self.engine.parts.controller.paid_budgets(views, limits)
-
-    # -- putting the parts together
-
-    def _context(self, report: Capability) -> int:
-        asked = self.config.engine.max_model_len
-        if asked is not None and report.max_context and asked > report.max_context:
-            raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
-        return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
-
-    def _sizes(self) -> dict[str, Any]:
-        return {
-            "rows": self.config.engine.max_rows,
-            "max_len": self._longest,
-            "margin": 2 * (self.config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
-            "probe": self._check,
-        }
-
-    def _head(self, folder: Path, target: WatchedRunner) -> HeadDrafter:
-        def hopes() -> tuple[float, float]:
-            controller = self.engine.parts.controller
-            return controller.least_kept(), controller.least_hope()
-
-        size = min(self._vocab_size, target.vocab_size)
-        return HeadDrafter.load(folder, target, vocab_size=size, hopes=hopes)
-
-    def _drafter(
-        self, draft: Model | Drafter | None, target: Runner, dtype: str | torch.dtype, tell: Tell
-    ) -> Drafter | None:
-        if draft is None or isinstance(draft, Drafter):
-            return draft
-        if draft == "auto":
-            shipped = embedded_draft()
-            if shipped is None:
-                return drafter_named("lookup")
-            return PortfolioDrafter(self._head(shipped, target), self._worth_drafting)
-        if isinstance(draft, str) and draft in registered_drafters():
-            return drafter_named(draft)
-        folder = head_folder(draft)
-        if folder is not None:
-            return self._head(folder, target)
-        tell(what_loads(draft))
-        opened = load_draft(draft, self._draft_quantization, dtype=dtype, **self._placement)
-        loaded = opened.loaded
-        difference = same_tokenizer(self._target, loaded)
-        if difference is not None:
-            raise ModelRefused(
-                f"the draft cannot guess for this target: {difference}. Use a draft of the same family, "
-                "or draft='lookup', which needs no second model."
-            )
-        if loaded.report.max_context and loaded.report.max_context < self._longest:
-            raise ModelRefused(
-                f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
-                f"{self._longest}: set max_model_len={loaded.report.max_context} or use another draft."
-            )
-        return ModelDrafter(
-            runner_for(opened, **self._sizes(), draft=True)[0],
-            vocab_size=min(self._vocab_size, target.vocab_size),
-            width=target.vocab_size,
-            prefill_chunk=self.config.engine.prefill_chunk,
-            least_hope=lambda: self.engine.parts.controller.least_hope(),
-        )
-
-
-def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:
-    """One, where models run on kernels with threads of their own: torch's would wait in a busy loop on their cores."""
-    drafts_by_torch = isinstance(getattr(drafter, "runner", None), EagerRunner)
-    return None if isinstance(runner, EagerRunner) or drafts_by_torch else 1
 
 
 class Stream:

@@ -1,0 +1,197 @@
+"""Puts models, a drafter, a controller and an engine together.
+
+Knows: which parts a target and a wish for a draft need. Does not know: how any part works inside, or who uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from .config import Config
+from .controller import Controller, controller_for
+from .drafters.base import Drafter, drafter_named, registered_drafters
+from .drafters.head import HeadDrafter
+from .drafters.model import ModelDrafter
+from .drafters.portfolio import PortfolioDrafter
+from .drafters.watched import WatchedRunner
+from .engine.engine import Engine
+from .engine.opening import open_captured
+from .errors import InvalidParameter, ModelRefused
+from .machine.embedded import embedded_draft, embedded_folder, is_embedded
+from .machine.head import head_folder
+from .machine.loading import Capability, Loaded, eos_ids, same_tokenizer
+from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for, what_loads
+from .machine.progress import Tell, telling
+from .machine.runner import EagerRunner
+from .machine.text import TextCodec, TextStream
+from .types import DraftView, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Assembled", "Model", "assemble"]
+
+Model: TypeAlias = "str | Path | PreTrainedModel"
+
+LONGEST_DEFAULT = 8192  # tokens; a model that can hold more is given more only when asked
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What an ``LLM`` holds."""
+
+    engine: Engine
+    target: Loaded
+    codec: TextCodec | None  # None: the model came without a tokenizer
+
+
+def assemble(
+    model: Model | None,
+    draft: Model | Drafter | None,
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: str | torch.dtype,
+    draft_dtype: str | torch.dtype,
+    quantization: Quantization,
+    draft_quantization: Quantization,
+    placement: dict[str, Any],
+    revision: str | None,
+    check: bool,
+    progress: Tell | None,
+) -> Assembled:
+    """Load everything and build the engine. The arguments are those of ``LLM``; ``placement``: device and trust."""
+    with telling(progress) as tell, ready_to_compile(model, placement, revision):
+        source: Model = embedded_folder(tell) if model is None else model
+        if draft == "auto" and not is_embedded(source):
+            draft = "lookup"
+        tell(what_loads(source))
+        opened = load_target(source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
+        longest = _context(config, opened.loaded.report)
+        sizes: dict[str, Any] = {
+            "rows": config.engine.max_rows,
+            "max_len": longest,
+            "margin": 2 * (config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
+            "probe": check,
+        }
+        runner, target = runner_for(opened, **sizes)
+        vocab_size = target.report.tokenizer_size or runner.vocab_size
+        makes = _Drafters(config, target, runner, vocab_size, sizes, placement, draft_dtype, draft_quantization, tell)
+        drafter = makes.drafter(draft)
+        captured = None
+        if isinstance(runner, EagerRunner):
+            captured = open_captured(runner, drafter, config.draft, vocab_size, tell)
+    makes.controller = controller_for(
+        config.draft,
+        free=drafter is not None and drafter.free,
+        ends_itself=drafter is not None and drafter.ends_itself,
+    )
+    codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
+
+    def text_stream(request: Request) -> TextStream:
+        stops = request.params.stop
+        assert codec is not None
+        assert not isinstance(stops, str)  # SamplingParams makes it a tuple
+        return TextStream(codec, request.prompt, tuple(stops))
+
+    engine = Engine(
+        runner,
+        drafter,
+        makes.controller,
+        config.engine,
+        vocab_size=vocab_size,
+        eos=eos_ids(target),
+        text=text_stream if codec is not None else None,
+        captured=captured,
+        max_gamma=config.draft.most,
+        torch_threads=_torch_threads(runner, drafter),
+    )
+    return Assembled(engine, target, codec)
+
+
+def _context(config: Config, report: Capability) -> int:
+    """The longest prompt and answer together."""
+    asked = config.engine.max_model_len
+    if asked is not None and report.max_context and asked > report.max_context:
+        raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
+    return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
+
+
+@dataclass
+class _Drafters:
+    """Builds the drafter that was asked for."""
+
+    config: Config
+    target: Loaded
+    runner: Runner
+    vocab_size: int
+    sizes: dict[str, Any]
+    placement: dict[str, Any]
+    dtype: str | torch.dtype
+    quantization: Quantization
+    tell: Tell
+    controller: Controller | None = None  # known when the drafter is: it asks only while it drafts
+
+    def drafter(self, draft: Model | Drafter | None) -> Drafter | None:
+        if draft is None or isinstance(draft, Drafter):
+            return draft
+        if draft == "auto":
+            shipped = embedded_draft()
+            if shipped is None:
+                return drafter_named("lookup")
+            return PortfolioDrafter(self._head(shipped, self.runner), self._worth_drafting)
+        if isinstance(draft, str) and draft in registered_drafters():
+            return drafter_named(draft)
+        folder = head_folder(draft)
+        if folder is not None:
+            return self._head(folder, self.runner)
+        return self._model(draft)
+
+    def _model(self, draft: Model) -> ModelDrafter:
+        self.tell(what_loads(draft))
+        opened = load_draft(draft, self.quantization, dtype=self.dtype, **self.placement)
+        loaded, longest = opened.loaded, self.sizes["max_len"]
+        difference = same_tokenizer(self.target, loaded)
+        if difference is not None:
+            raise ModelRefused(
+                f"the draft cannot guess for this target: {difference}. Use a draft of the same family, "
+                "or draft='lookup', which needs no second model."
+            )
+        if loaded.report.max_context and loaded.report.max_context < longest:
+            raise ModelRefused(
+                f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
+                f"{longest}: set max_model_len={loaded.report.max_context} or use another draft."
+            )
+        return ModelDrafter(
+            runner_for(opened, **self.sizes, draft=True)[0],
+            vocab_size=min(self.vocab_size, self.runner.vocab_size),
+            width=self.runner.vocab_size,
+            prefill_chunk=self.config.engine.prefill_chunk,
+            least_hope=lambda: self._now.least_hope(),
+        )
+
+    def _head(self, folder: Path, target: WatchedRunner) -> HeadDrafter:
+        def hopes() -> tuple[float, float]:
+            return self._now.least_kept(), self._now.least_hope()
+
+        size = min(self.vocab_size, target.vocab_size)
+        return HeadDrafter.load(folder, target, vocab_size=size, hopes=hopes)
+
+    @property
+    def _now(self) -> Controller:
+        assert self.controller is not None
+        return self.controller
+
+    def _worth_drafting(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return self._now.paid_budgets(views, limits)
+
+
+def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:
+    """One, where models run on kernels with threads of their own: torch's would wait in a busy loop on their cores."""
+    drafts_by_torch = isinstance(getattr(drafter, "runner", None), EagerRunner)
+    return None if isinstance(runner, EagerRunner) or drafts_by_torch else 1
