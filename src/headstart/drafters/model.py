@@ -150,7 +150,8 @@ class ModelDrafter(Drafter):
                 continue
             sound = tokens[row].index(-1) if -1 in tokens[row] else len(drawn)
             length = min(asked[key][1], sound)
-            slab.extend(row, feed[row] + tokens[row][: min(sound, len(drawn) - 1)])
+            # Only its own draft, though the batch's longest was fed to every row: the rest may lie past the row's end.
+            slab.extend(row, feed[row] + tokens[row][: min(length, len(drawn) - 1)])
             row_q = None if q is None or pen.point[row] else q[row, :length]
             proposals[key] = Proposal.chain(tokens[row][:length], row_q)
         return proposals

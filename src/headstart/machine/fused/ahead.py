@@ -194,10 +194,11 @@ class _Helper:
                 program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
             )
             assert self._process.stdin is not None
-            with suppress(ImportError, AttributeError, OSError):  # room for all jobs: nobody waits for it to read them
-                import fcntl
+            if sys.platform == "linux":
+                with suppress(ImportError, OSError):  # room for all jobs: nobody waits for it to read them
+                    import fcntl
 
-                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
+                    fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
             self._say(head)
 
     def send(self, job: _Job) -> None:
@@ -215,7 +216,7 @@ class _Helper:
 
     def give_up(self) -> None:
         """Nothing is to be compiled."""
-        if self._process is not None:
+        if self._process is not None and sys.platform != "win32":  # where there is no fork, there is no process
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # its workers too
             self._process.communicate()

@@ -118,6 +118,8 @@ class _Lines:
 
 def _work(lines: _Lines, workers: int, name: Callable[[Job], None], make: Callable[[Job], None]) -> None:
     """``name`` all jobs as they come, and ``make`` each as soon as a worker is free, those that take long first."""
+    if sys.platform == "win32":
+        raise OSError("each job is a fork, and there is none here")  # ``ahead`` does not start this there
     waiting: list[tuple[int, Job]] = []
     running, first = 0, True
     while lines.open or waiting or running:
