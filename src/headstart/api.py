@@ -5,7 +5,8 @@ Knows: how people write prompts and read answers. Does not know: how models, dra
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
@@ -16,7 +17,7 @@ from .config import Config
 from .drafters.base import Drafter
 from .engine.engine import Engine, Handle
 from .engine.stats import EngineStats
-from .errors import InvalidParameter
+from .errors import EngineBusy, InvalidParameter
 from .machine.loading import Capability
 from .machine.opening import Quantization
 from .machine.progress import Tell
@@ -168,7 +169,7 @@ class LLM:
         else:
             ids = self._need_codec().encode_chat(prompt)  # type: ignore[arg-type]
         settings = params if params is not None else SamplingParams()
-        return Stream(self.engine, self.engine.submit(self._request(ids, settings, prediction)))
+        return Stream(self.engine, self._request(ids, settings, prediction))
 
     @property
     def has_chat_template(self) -> bool:
@@ -198,20 +199,30 @@ class LLM:
 
     def _run(self, requests: list[Request], *, alone: bool) -> list[Completion]:
         """All requests to their ends. The queue is bounded, so they go in as places come free."""
+        engine = self.engine
+        for request in requests:
+            engine.check(request)  # all of them, before anything is computed
         handles: list[Handle] = []
+        claim = _Claim(engine, [request.id for request in requests])
         try:
             for request in requests:
-                while self.engine.full(request.params.n):
-                    self.engine.step()
-                handles.append(self.engine.submit(request))
-            while not all(handle.done for handle in handles):
-                self.engine.step()
+                handles.append(self._submitted(request))
+            engine.drive(lambda: all(handle.done for handle in handles))
         finally:
-            for handle in handles:
-                self.engine.abort(handle.request.id)
+            claim.abort()
         if alone:
             handles[0].raise_failure()
         return [handle.completion() for handle in handles]
+
+    def _submitted(self, request: Request) -> Handle:
+        """Submit as soon as there is a place in the line; another thread may be quicker to take it."""
+        engine = self.engine
+        while True:
+            engine.drive(lambda: not engine.full(request.params.n))
+            try:
+                return engine.submit(request)
+            except EngineBusy:
+                continue
 
     def _request(self, ids: Sequence[int], params: SamplingParams, prediction: str | None) -> Request:
         expected: tuple[int, ...] = ()
@@ -228,23 +239,54 @@ class LLM:
         return self._codec
 
 
-class Stream:
-    """The pieces of one answer, as they come. Closing it early aborts the request and frees its row."""
+class _Claim:
+    """Somebody waits for these requests. When nobody can any more, they are stopped: nothing is computed for nobody."""
 
-    def __init__(self, engine: Engine, handle: Handle) -> None:
-        self._engine = engine
-        self._handle = handle
-        self._pieces = self._run()
+    def __init__(self, engine: Engine, ids: Sequence[str]) -> None:
+        self._engine, self._ids = engine, list(ids)
+        self._lost = weakref.finalize(self, _discard, engine, self._ids)
+        self._lost.atexit = False
+
+    def abort(self) -> None:
+        """Stop what still runs, now."""
+        for request_id in self._ids:
+            self._engine.abort(request_id)
+        self._lost.detach()
+
+
+def _discard(engine: Engine, ids: Sequence[str]) -> None:
+    for request_id in ids:
+        engine.discard(request_id)
+
+
+class Stream:
+    """The pieces of one answer, as they come. Closing or dropping it early aborts the request and frees its row."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._closed = engine, False
+        self._claim = _Claim(engine, [request.id])  # before the request goes in, so that none can be lost
+        self._handle = engine.submit(request)
 
     def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
+        return self
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        if self._closed:
+            raise StopIteration
+        try:
+            self._engine.drive(lambda: self._handle.news)
+            for piece in self._handle.pieces():
+                return piece
+            self._engine.drive(lambda: self._handle.done)
+        except BaseException:
+            self.close()
+            raise
+        self._handle.raise_failure()
+        raise StopIteration
 
     def close(self) -> None:
-        self._pieces.close()
-        self._engine.abort(self._handle.request.id)
+        self._closed = True
+        self._claim.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -253,20 +295,8 @@ class Stream:
         self.close()
 
     def completion(self) -> Completion:
-        """The whole answer, once the stream has ended."""
+        """The whole answer, once the stream has ended; before that it raises."""
         return self._handle.completion()
-
-    def _run(self) -> Generator[Piece, None, None]:
-        try:
-            while True:
-                done = self._handle.done
-                yield from self._handle.pieces()
-                if done:
-                    break
-                self._engine.step()
-            self._handle.raise_failure()
-        finally:
-            self._engine.abort(self._handle.request.id)
 
 
 def _is_prompt(value: object) -> bool:

@@ -276,6 +276,7 @@ class ScriptedDrafter(Drafter):
         self.guess = guess
         self.free = free
         self.released: list[str] = []
+        self.resets = 0
         self.verdicts: list[Verdict | None] = []
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
@@ -286,3 +287,6 @@ class ScriptedDrafter(Drafter):
 
     def release(self, sequence_id: str) -> None:
         self.released.append(sequence_id)
+
+    def reset(self) -> None:
+        self.resets += 1

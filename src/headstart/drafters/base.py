@@ -46,6 +46,10 @@ class Drafter(ABC):
     def release(self, sequence_id: str) -> None:  # noqa: B027
         """The sequence is finished or aborted: forget it."""
 
+    def reset(self) -> None:  # noqa: B027
+        """A round was interrupted (Ctrl-C, say), perhaps in the middle of ``propose``: forget every sequence. You will
+        be asked again about those that go on."""
+
 
 # Built in, so that they are there even when the package runs from its source tree without being installed.
 _BUILT_IN = {"lookup": "headstart.drafters.lookup:LookupDrafter"}

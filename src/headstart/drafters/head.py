@@ -115,6 +115,9 @@ class HeadDrafter(Drafter):
         if sequence_id in self.slab:
             self.slab.release(sequence_id)
 
+    def reset(self) -> None:
+        self.slab.reset()
+
     # -- level with the committed text
 
     def _has_features(self, view: DraftView) -> bool:

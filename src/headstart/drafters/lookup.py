@@ -55,6 +55,9 @@ class LookupDrafter(Drafter):
     def release(self, sequence_id: str) -> None:
         self._indexes.pop(sequence_id, None)
 
+    def reset(self) -> None:
+        self._indexes.clear()
+
     def _guess(self, view: DraftView, budget: int) -> Proposal | None:
         index = self._index(view)
         found = index.matches()

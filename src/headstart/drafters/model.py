@@ -66,6 +66,10 @@ class ModelDrafter(Drafter):
         if self._level.pop(sequence_id, None) is not None:
             self.runner.slab.release(sequence_id)
 
+    def reset(self) -> None:
+        self._level.clear()
+        self.runner.slab.reset()
+
     # -- for rounds that run on the device (engine.captured)
 
     def align(self, views: Sequence[DraftView]) -> None:

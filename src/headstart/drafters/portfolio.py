@@ -49,3 +49,7 @@ class PortfolioDrafter(Drafter):
     def release(self, sequence_id: str) -> None:
         self.lookup.release(sequence_id)
         self.costly.release(sequence_id)
+
+    def reset(self) -> None:
+        self.lookup.reset()
+        self.costly.reset()

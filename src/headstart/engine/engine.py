@@ -1,62 +1,47 @@
 """The step loop: requests in, pieces out.
 
-Knows: the life of a request from submit to its last piece. Does not know: HTTP, terminals, threads. One thread calls
-``step``; whoever needs several callers puts a lock or a queue in front.
+Knows: the life of a request from submit to its last piece. Does not know: HTTP, terminals, who calls from which thread.
+
+Any thread may call anything here; one at a time steps, for everybody (``turns``). Whatever interrupts a step (an error,
+Ctrl-C in the thread that happened to step), the next one starts clean: the caches are emptied, and every request that
+still runs is read in again from its committed tokens.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from threading import Lock
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
 from ..config import EngineConfig
 from ..controller import Controller
 from ..drafters.base import Drafter
-from ..errors import GenerationFailed, InvalidParameter, PromptTooLong
+from ..errors import GenerationFailed, HeadstartError, InvalidParameter, PromptTooLong
 from ..machine.runner import ModelRunner
-from ..types import Completion, Piece, Request, Round
+from ..types import Request, Round
 from .captured import CapturedRounds
+from .handle import Handle
 from .round import Parts, play
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
 from .stats import EngineStats
+from .torch_threads import torch_threads as limited_torch_threads
+from .turns import Turns
 
 __all__ = ["Engine", "Handle"]
 
 log = logging.getLogger(__name__)
 
-
-class Handle:
-    """One submitted request, for its caller."""
-
-    def __init__(self, request: Request, sequences: list[Sequence]) -> None:
-        self.request = request
-        self.sequences = sequences
-
-    @property
-    def done(self) -> bool:
-        return all(s.finished for s in self.sequences)
-
-    def pieces(self) -> Iterator[Piece]:
-        """The pieces that came since the last call."""
-        for sequence in self.sequences:
-            while sequence.pieces:
-                yield sequence.pieces.popleft()
-
-    def completion(self) -> Completion:
-        """The whole answer, once ``done``."""
-        return Completion(self.request.id, self.request.prompt, tuple(s.choice() for s in self.sequences))
-
-    def raise_failure(self) -> None:
-        """Raise if any choice failed."""
-        for sequence in self.sequences:
-            if sequence.finish_reason == "error":
-                raise GenerationFailed(f"request {self.request.id}: {sequence.error}")
+T = TypeVar("T")
 
 
 class Engine:
@@ -94,12 +79,18 @@ class Engine:
         self._text = text
         self._handles: dict[str, Handle] = {}
         self._listeners: list[Callable[[list[Round]], None]] = [self.stats.add, controller.observe]
+        self._turns = Turns()
+        self._door = Lock()  # over ``_handles`` and the waiting line together
+        self._discarded: deque[str] = deque()  # requests that nobody waits for any more
+        self._torn = False  # true while something moves; found true at the start: that was interrupted
+        self._process = os.getpid()
 
     # -- the caller's side
 
     def submit(self, request: Request) -> Handle:
         """Take a request in. Everything that can be wrong with it is said here, before anything is allocated."""
-        self._check(request)
+        self._check_process()
+        self.check(request)
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         sequences = [
             Sequence(
@@ -112,24 +103,45 @@ class Engine:
             )
             for index in range(request.params.n)
         ]
-        self._scheduler.add(sequences)
-        handle = self._handles[request.id] = Handle(request, sequences)
+        handle = Handle(request, sequences)
+        with self._door:
+            if request.id in self._handles:
+                raise InvalidParameter("id", f"{request.id!r} is already running")
+            self._handles[request.id] = handle
+            try:
+                self._scheduler.add(sequences)
+            except BaseException:
+                self._handles.pop(request.id, None)
+                raise
         return handle
 
     def abort(self, request_id: str) -> None:
         """Stop a request now; its rows are free when this returns. Unknown and finished ids are fine."""
-        handle = self._handles.get(request_id)
-        if handle is None:
+        if request_id not in self._handles:
             return
-        self._settle()
-        for sequence in handle.sequences:
-            if not sequence.finished:
-                sequence.end("abort")
-                self._retire(sequence)
+        if self._turns.mine:  # from a listener: rows must not move before the step is over
+            self.discard(request_id)
+        else:
+            self._turns.alone(lambda: self._whole(lambda: self._abort(request_id)))
+
+    def discard(self, request_id: str) -> None:
+        """Stop a request before the next step. Takes no lock, so a finalizer may call it at any moment."""
+        self._discarded.append(request_id)
+
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Step until ``done()``, or sleep until then while another thread steps. Any thread may ask ``done``."""
+        self._check_process()
+
+        def step() -> None:
+            self._advance()
+            if self.idle and not done():
+                raise GenerationFailed("the engine has nothing left to do, and does not know this request")
+
+        self._turns.until(done, step)
 
     def full(self, sequences: int = 1) -> bool:
         """True while ``submit`` would refuse that many sequences for want of a place in the line."""
-        return self._scheduler.waiting + sequences > self.config.max_waiting and self._scheduler.waiting > 0
+        return self._scheduler.full(sequences)
 
     @property
     def idle(self) -> bool:
@@ -148,26 +160,45 @@ class Engine:
 
     def step(self) -> None:
         """Read in some prompt, then give every running sequence a round."""
-        device = self.parts.runner.device
-        if device.type == "cuda":  # kernels of our own start on whatever device is the current one
-            with torch.cuda.device(device):
-                return self._step()
-        if self._torch_threads is None:
-            return self._step()
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._torch_threads)
-        try:
-            self._step()
-        finally:
-            torch.set_num_threads(before)
+        self._check_process()
+        self._turns.alone(self._advance)
+
+    def _advance(self) -> None:
+        self._whole(self._step)
+
+    def _whole(self, work: Callable[[], None]) -> None:
+        """Do something that moves rows. If it is interrupted, the next one starts with a clean engine."""
+        device = self.parts.runner.device  # kernels of our own start on whatever device is the current one
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if self._torn:
+                self._recover()
+            self._torn = True
+            try:
+                with limited_torch_threads(self._torch_threads):
+                    work()
+            except Exception as error:
+                self._collapse(error)
+            self._torn = False
 
     def _step(self) -> None:
+        while self._discarded:
+            self._abort(self._discarded.popleft())
         if self._scheduler.arriving:
             self._settle()  # rows are about to change
             self._fill()
         ready = self._scheduler.ready()
         if ready:
             self._guarded(ready, first_row=0, ahead=not self._scheduler.arriving)
+
+    def _abort(self, request_id: str) -> None:
+        handle = self._handles.get(request_id)
+        if handle is None:
+            return
+        self._settle()
+        for sequence in handle.sequences:
+            if not sequence.finished:
+                sequence.end("abort")
+                self._retire(sequence)
 
     def _settle(self) -> None:
         """Take in the round that was launched ahead, if there is one: rows must not move while it is under way."""
@@ -211,37 +242,93 @@ class Engine:
             return False
         for sequence in sequences:
             if sequence.finished:
-                self.stats.failed += sequence.finish_reason == "error"
                 self._retire(sequence)
         return True
 
     def _tell(self, rounds: list[Round]) -> None:
-        for listener in self._listeners:
-            listener(rounds)
+        for listener in list(self._listeners):
+            try:
+                listener(rounds)
+            except Exception:
+                log.warning("a listener failed and is told nothing any more: %r", listener, exc_info=True)
+                self._listeners.remove(listener)
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         log.error("a forward failed; %d sequences end with an error", len(sequences), exc_info=error)
         for sequence in sequences:
             sequence.end("error", f"{type(error).__name__}: {error}")
-            self.stats.failed += 1
             self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.retire(sequence)
         if self.parts.drafter is not None:
             self.parts.drafter.release(sequence.id)
+        self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        """The books of a sequence that holds nothing any more. Its caller sees its end here."""
+        if sequence.settled:
+            return
         self.parts.controller.forget(sequence.id)
         self.stats.finished += sequence.finish_reason in ("stop", "length")
         self.stats.aborted += sequence.finish_reason == "abort"
+        self.stats.failed += sequence.finish_reason == "error"
         handle = self._handles.get(sequence.request.id)
-        if handle is not None and handle.done:
-            del self._handles[sequence.request.id]
+        if handle is not None and all(s.settled or s is sequence for s in handle.sequences):
+            self._handles.pop(sequence.request.id, None)
+        sequence.settled = True
+
+    # -- after an interruption
+
+    def _collapse(self, error: Exception) -> None:
+        """Something went wrong outside a round (memory for a row, say): all that have a row fail, the rest wait on."""
+        log.error("a step failed; every running sequence ends with an error", exc_info=error)
+        for handle in list(self._handles.values()):
+            for sequence in handle.sequences:
+                if not self._scheduler.waits(sequence):
+                    sequence.end("error", f"{type(error).__name__}: {error}")
+        self._recover()
+
+    def _recover(self) -> None:
+        """Begin anew from the committed tokens: after an interruption nothing in the caches can be trusted."""
+        if self.parts.captured is not None:
+            self.parts.captured.forget()
+        self._slab.reset()
+        self.parts.reset_drafter()
+        with self._door:
+            live = []
+            for handle in list(self._handles.values()):
+                for sequence in handle.sequences:
+                    if sequence.torn:
+                        sequence.end("error", "it was interrupted in the middle of a token (Ctrl-C, or an error)")
+                    if sequence.finished:
+                        self._close(sequence)
+                    else:
+                        live.append(sequence)
+            self._scheduler.restart(live)
+        if live:
+            log.warning("a step was interrupted: %d requests are read in again", len(live))
+
+    def _check_process(self) -> None:
+        """A forked child has the weights, but not the threads and none of the requests of its parent."""
+        if os.getpid() == self._process:
+            return
+        if self.parts.runner.device.type == "cuda":
+            raise HeadstartError(
+                "this process was forked after the model was loaded, and CUDA does not survive that: load the model in "
+                "the child, or start it with multiprocessing's 'spawn'"
+            )
+        self._turns, self._door = Turns(), Lock()
+        self._scheduler = Scheduler(self._slab, self.config.max_waiting)
+        self._handles, self._discarded = {}, deque()
+        torch.set_num_threads(1)  # torch's own threads stayed behind, and a step that waits for them never ends
+        self._torn = True
+        self._process = os.getpid()
 
     # -- validation
 
-    def _check(self, request: Request) -> None:
-        if request.id in self._handles:
-            raise InvalidParameter("id", f"{request.id!r} is already running")
+    def check(self, request: Request) -> None:
+        """Raise if ``submit`` would refuse the request, whenever that were. Nothing is allocated."""
         if not request.prompt:
             raise InvalidParameter("prompt", "must hold at least one token")
         vocab_size = self.parts.vocab_size

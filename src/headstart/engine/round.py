@@ -42,6 +42,21 @@ class Parts:
     captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
     inactive: str | None = None  # why there is no speculation, for people
 
+    def drop_drafter(self, error: Exception) -> None:
+        """The text goes on without it, and everybody can see why."""
+        assert self.drafter is not None
+        self.inactive = f"the drafter {self.drafter.name!r} failed: {error}"
+        log.warning("speculation is off from here on: %s", self.inactive, exc_info=error)
+        self.drafter = None
+
+    def reset_drafter(self) -> None:
+        """After an interruption: it forgets every sequence."""
+        if self.drafter is not None:
+            try:
+                self.drafter.reset()
+            except Exception as error:
+                self.drop_drafter(error)
+
 
 def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> list[Round]:
     """Play one round for ``sequences``, which sit in consecutive rows of the slab from ``first_row`` on.
@@ -124,9 +139,7 @@ def _draft(parts: Parts, sequences: list[Sequence], *, reading: bool) -> list[Pr
         proposals = parts.drafter.propose(sequences, budgets)
         proposals = parts.controller.trim(sequences, proposals)
     except Exception as error:
-        parts.inactive = f"the drafter {parts.drafter.name!r} failed: {error}"
-        log.warning("speculation is off from here on: %s", parts.inactive, exc_info=True)
-        parts.drafter = None
+        parts.drop_drafter(error)
         return nothing
     return [p if p is not None and len(p) else None for p in proposals]
 

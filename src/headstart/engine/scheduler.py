@@ -4,11 +4,16 @@ Knows: the slab's rows and the order of requests. Does not know: models, drafts 
 
 One prompt is read in at a time, in order of arrival. That is on purpose: when several requests share a prefix, the
 second finds it already in the slab and copies it.
+
+Requests may be added from any thread; everything else is for the one that steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from threading import Lock
 
 from ..errors import EngineBusy
 from ..machine.kvcache import Slab
@@ -26,11 +31,28 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._filling: Sequence | None = None
         self._running: dict[str, Sequence] = {}
+        self._line = Lock()  # over ``_waiting``
 
     def add(self, sequences: list[Sequence]) -> None:
-        if len(self._waiting) + len(sequences) > self._max_waiting:
-            raise EngineBusy(f"{len(self._waiting)} requests wait already; the queue holds {self._max_waiting}")
-        self._waiting.extend(sequences)
+        """Put them in the waiting line. An empty line takes any number: n choices are never too many for it."""
+        with self._line:
+            if self.full(len(sequences)):
+                raise EngineBusy(
+                    f"{len(self._waiting)} requests wait already; the queue holds {self._max_waiting} (max_waiting)"
+                )
+            self._waiting.extend(sequences)
+
+    def full(self, sequences: int = 1) -> bool:
+        """Would ``add`` refuse that many sequences now?"""
+        waiting = len(self._waiting)
+        return waiting > 0 and waiting + sequences > self._max_waiting
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Nobody holds a row any more; these wait, in this order. The slab was reset."""
+        with self._line:
+            self._waiting = deque(sequences)
+        self._filling = None
+        self._running = {}
 
     @property
     def idle(self) -> bool:
@@ -48,7 +70,8 @@ class Scheduler:
     def to_fill(self) -> Sequence | None:
         """The sequence whose prompt is to be read in now, in a row of its own; None if there is none or no row."""
         if self._filling is None and self._waiting and self._slab.free_rows:
-            sequence = self._waiting.popleft()
+            with self._line:
+                sequence = self._waiting.popleft()
             sequence.tally.start()
             sequence.tally.cached_tokens = self._slab.acquire(sequence.id, sequence.tokens)
             self._filling = sequence
@@ -77,5 +100,10 @@ class Scheduler:
             self._slab.release(sequence.id, scrub=failed)
         elif self._running.pop(sequence.id, None) is not None:
             self._slab.release(sequence.id, scrub=failed)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        else:
+            with self._line, suppress(ValueError):
+                self._waiting.remove(sequence)
+
+    def waits(self, sequence: Sequence) -> bool:
+        with self._line:
+            return sequence in self._waiting

@@ -52,6 +52,8 @@ class Sequence:
         self.eos = frozenset() if self.params.ignore_eos else frozenset(eos)
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.settled = False  # it has ended, and the engine holds nothing for it any more
+        self.torn = False  # tokens are being taken in; stays true only if that was interrupted
         self.pieces: deque[Piece] = deque()
         self.tally = Tally(prompt_tokens=self.prompt_length)
         self._limit = min(limit, self.prompt_length + self.params.max_tokens)
@@ -84,38 +86,47 @@ class Sequence:
 
     def commit(self, emissions: Seq[Emission]) -> int:
         """Take tokens in until one ends the text; the rest are dropped. Returns how many were kept."""
-        for kept, emission in enumerate(emissions, start=1):
-            self.tokens.append(emission.token)
-            self._origins.append(emission.origin)
-            if emission.logprob is not None:
-                self._logprobs.append(emission.logprob)
-            enough = self.output_length >= self.params.min_tokens
-            text, stopped = "", False
-            if self._sink is not None and emission.token not in self.ending_ids:
-                text, stopped = self._sink.push(emission.token, check_stop=enough)
-            # "stop" wins over "length" when both fall on the same token.
-            if stopped or emission.token in self.ending_ids:
-                self.finish_reason = "stop"
-            elif self.remaining <= 0:
-                self.finish_reason = "length"
-            if self.finished and self._sink is not None and not stopped:
-                text += self._sink.finish()
-            self._texts.append(text)
-            self.pieces.append(
-                Piece(text, emission.token, emission.origin, self.index, emission.logprob, self.finish_reason)
-            )
+        self.torn = True
+        kept = 0
+        for emission in emissions:
+            self._take(emission)
+            kept += 1
             if self.finished:
-                return kept
-        return len(emissions)
+                break
+        self.torn = False
+        return kept
+
+    def _take(self, emission: Emission) -> None:
+        token = emission.token
+        self.tokens.append(token)
+        self._origins.append(emission.origin)
+        if emission.logprob is not None:
+            self._logprobs.append(emission.logprob)
+        text, stopped = "", False
+        if self._sink is not None and token not in self.ending_ids:
+            text, stopped = self._sink.push(token, check_stop=self.output_length >= self.params.min_tokens)
+        # "stop" wins over "length" when both fall on the same token.
+        reason: FinishReason | None = None
+        if stopped or token in self.ending_ids:
+            reason = "stop"
+        elif self.remaining <= 0:
+            reason = "length"
+        if reason is not None and self._sink is not None and not stopped:
+            text += self._sink.finish()
+        self._texts.append(text)
+        self.pieces.append(Piece(text, token, emission.origin, self.index, emission.logprob, reason))
+        self.finish_reason = reason  # last: another thread may be reading, and takes this for the end
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Finish from outside: an abort or a failure. What was held back as a possible stop string is let go."""
         if self.finished:
             return
-        self.finish_reason, self.error = reason, error
-        text = self._sink.finish() if self._sink is not None else ""
+        text = ""
+        if self._sink is not None and not self.torn:  # else its text may lack a token, or half of one
+            text = self._sink.finish()
         self._texts.append(text)
         self.pieces.append(Piece(text, None, "plain", self.index, None, reason))
+        self.error, self.finish_reason = error, reason
 
     def choice(self) -> Choice:
         """The finished answer."""

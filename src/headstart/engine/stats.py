@@ -25,8 +25,9 @@ class Tally:
         self._draft = self._verify = self._decode = 0.0
 
     def start(self) -> None:
-        """The first prefill begins now."""
-        self._started = self._last = perf_counter()
+        """The first prefill begins now. A sequence that is read in again keeps its beginning."""
+        if self._started is None:
+            self._started = self._last = perf_counter()
 
     def add(self, r: Round) -> None:
         self._drafted += r.drafted

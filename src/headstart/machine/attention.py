@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = ["GROUPED", "grouped_attention", "lend", "wants_grouped"]
+__all__ = ["GROUPED", "grouped_attention", "lend", "lock_of", "wants_grouped"]
 
 GROUPED = "headstart_grouped"
 
@@ -66,16 +68,25 @@ def wants_grouped(config: Any, device: torch.device) -> bool:
     return wanted
 
 
+_locks: WeakKeyDictionary[torch.nn.Module, Lock] = WeakKeyDictionary()  # of models that runners may share
+_over_locks = Lock()
+
+
+def lock_of(model: torch.nn.Module) -> Lock:
+    """One lock a model: what a forward lends to the model must not meet another thread's forward."""
+    with _over_locks:
+        return _locks.setdefault(model, Lock())
+
+
 @contextmanager
 def lend(config: Any) -> Iterator[None]:
     """Let the model with this (text) config attend with ``grouped_attention``, and give it back its own afterwards."""
-    own = config._attn_implementation
     # The field behind the property: the property's setter also walks through all sub-configs, 30 us a forward.
     config._attn_implementation_internal = GROUPED
     try:
         yield
     finally:
-        config._attn_implementation_internal = own
+        config._attn_implementation_internal = "sdpa"  # what ``wants_grouped`` found; by name, so that nothing sticks
 
 
 @cache

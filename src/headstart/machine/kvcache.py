@@ -10,18 +10,21 @@ draft is setting a length. Rows are always packed in three zones, so that a batc
           ready           filling (being prefilled)   free (still warm)
 
 A row's number therefore changes when its neighbours come and go: ask ``row(key)`` again in every round.
+
+Whatever interrupts a move (an error, Ctrl-C), a row's length never says more than its memory holds: rows count as empty
+while their keys are on the way. Which row belongs to whom may be torn then; ``reset`` starts over.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
+
+from .slab_layer import SlabLayer
 
 __all__ = ["MARGIN", "Slab", "SlabLayer"]
 
@@ -29,68 +32,6 @@ __all__ = ["MARGIN", "Slab", "SlabLayer"]
 # asked for fewer tokens; those writes must land somewhere.
 MARGIN = 72
 LEAST_MARGIN = 16
-
-
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN.
-
-    On the CPU torch would write all of them, a gigabyte and more before the first token; numpy asks the system for zero
-    pages, which cost nothing until they are used.
-    """
-    if like.device.type != "cpu":
-        return like.new_zeros(shape)
-    size = math.prod(shape) * like.element_size()
-    memory = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
-    skip = -memory.data_ptr() % 64  # on a cache line
-    return memory[skip : skip + size].view(like.dtype).view(shape)
-
-
-class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped for us
-    """One layer's keys and values: [rows, kv_heads, capacity, head_dim] each, allocated on the first update."""
-
-    is_sliding = False  # sliding layers keep everything too: the mask hides what is out of the window
-
-    def __init__(self, slab: Slab) -> None:
-        super().__init__()
-        self._slab = slab
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate in the shape, dtype and on the device that the model just used."""
-        # Not as inference tensors, because rows are also moved outside inference mode.
-        with torch.inference_mode(False):
-            rows, capacity = self._slab.rows, self._slab.capacity
-            self.keys = _zeros(key_states, (rows, key_states.shape[1], capacity, key_states.shape[3]))
-            self.values = _zeros(value_states, (rows, value_states.shape[1], capacity, value_states.shape[3]))
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write this forward's keys [R, heads, N, dim] where ``begin`` said, and return all live ones."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        slab = self._slab
-        keys, values = self.keys[slab.first : slab.last], self.values[slab.first : slab.last]
-        if slab.slots is None:  # every row starts at the same slot: a plain copy
-            keys[:, :, slab.start : slab.live].copy_(key_states)
-            values[:, :, slab.start : slab.live].copy_(value_states)
-        else:
-            # The full slice between the two index tensors puts their [R, N] in front: [R, N, heads, dim].
-            row, slots = slab.scatter_index(key_states.device)
-            keys[row, :, slots] = key_states.transpose(1, 2)
-            values[row, :, slots] = value_states.transpose(1, 2)
-        return keys[:, :, : slab.live], values[:, :, : slab.live]
-
-    def get_seq_length(self) -> int:
-        return self._slab.start
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._slab.live, 0
-
-    def get_max_length(self) -> int:
-        return self._slab.capacity
-
-    def get_max_cache_shape(self) -> int:  # the name before transformers 5.20
-        return self._slab.capacity
 
 
 class Slab(Cache):  # type: ignore[misc]
@@ -112,6 +53,7 @@ class Slab(Cache):  # type: ignore[misc]
         self._filling = 0
         self._released: list[int] = [0] * rows  # when the row was last let go, for choosing which to overwrite
         self._clock = 0
+        self._written: list[int] = [0] * rows  # slots that a forward may ever have written, where ``begin`` was told
         # The forward in progress, set by ``begin``.
         self.first, self.last, self.start, self.live = 0, rows, 0, 0
         self.slots: Tensor | None = None  # [R, N] where each token's keys go; None: start .. live in every row
@@ -136,13 +78,19 @@ class Slab(Cache):  # type: ignore[misc]
         else:
             self.slots = slots
             self._index.clear()
+        self._note_written()
 
     def begin_on_device(self, slots: Tensor, live: int) -> None:
         """The same where only the device knows: slots [R, N] of rows 0 .. R-1, of whose keys ``live`` are returned."""
         self.first, self.last = 0, slots.shape[0]
         self.start, self.live = live - slots.shape[1], live
+        self._note_written()
         self.slots = slots
         self._index.clear()
+
+    def _note_written(self) -> None:
+        for row in range(self.first, self.last):
+            self._written[row] = max(self._written[row], self.live)
 
     def allocate_like(self, other: Slab) -> None:
         """Allocate every layer now, in the shapes of another slab of the same model, so that memory fails early."""
@@ -237,6 +185,7 @@ class Slab(Cache):  # type: ignore[misc]
         if self.lengths[a] < self.lengths[b]:
             a, b = b, a
         long, short = self.lengths[a], self.lengths[b]
+        tokens_a, tokens_b = self._emptied(a), self._emptied(b)
         for layer in self.layers:
             if layer.is_initialized and long:
                 for buffer in (layer.keys, layer.values):
@@ -244,13 +193,26 @@ class Slab(Cache):  # type: ignore[misc]
                     buffer[b, :, :long] = buffer[a, :, :long]
                     if kept is not None:
                         buffer[a, :, :short] = kept
-        columns: tuple[list[Any], ...] = (self.lengths, self.tokens, self._keys, self._released)
+        self._written[a] = self._written[b] = max(self._written[a], self._written[b])  # only live keys have moved
+        columns: tuple[list[Any], ...] = (self._keys, self._released)
         for column in columns:
             column[a], column[b] = column[b], column[a]
         for row in (a, b):
             key = self._keys[row]
             if key is not None:
                 self._row_of[key] = row
+        self._fill(a, tokens_b)
+        self._fill(b, tokens_a)
+
+    def _emptied(self, row: int) -> list[int]:
+        """The row counts as empty from here on; whose keys it held."""
+        held, self.lengths[row], self.tokens[row] = self.tokens[row], 0, []
+        return held
+
+    def _fill(self, row: int, tokens: list[int]) -> None:
+        """The keys of these tokens are all there."""
+        self.tokens[row] = tokens
+        self.lengths[row] = len(tokens)
 
     def scrub(self, row: int) -> None:
         """Zero a row and forget its tokens. For a row that met NaN: as a masked key it would poison others' sums."""
@@ -259,6 +221,19 @@ class Slab(Cache):  # type: ignore[misc]
             if layer.is_initialized:
                 layer.keys[row].zero_()
                 layer.values[row].zero_()
+
+    def reset(self) -> None:
+        """Forget every token and every owner. What was written is zeroed: it may hold NaN (see ``scrub``)."""
+        self.lengths = [0] * self.rows
+        self.tokens = [[] for _ in range(self.rows)]
+        self._keys, self._row_of = [None] * self.rows, {}
+        self._ready = self._filling = 0
+        for layer in self.layers:
+            if layer.is_initialized:
+                for row, end in enumerate(self._written):
+                    layer.keys[row, :, :end].zero_()
+                    layer.values[row, :, :end].zero_()
+        self._written = [0] * self.rows
 
     # -- who owns a row ---------------------------------------------------------------------------------------
 
@@ -297,10 +272,10 @@ class Slab(Cache):  # type: ignore[misc]
             raise ValueError("no free row")
         source, warm = self._warmest(prompt)
         row = self._victim(source, warm)
+        self._emptied(row)
         if warm and row != source:
             self._copy(source, row, warm)
-        self.lengths[row] = warm
-        self.tokens[row] = list(prompt[:warm])
+        self._fill(row, list(prompt[:warm]))
         self._keys[row] = key
         self._row_of[key] = row
         self.swap(row, self._active)
@@ -364,6 +339,7 @@ class Slab(Cache):  # type: ignore[misc]
         return min(range(self._active, self.rows), key=self._released.__getitem__)
 
     def _copy(self, source: int, target: int, length: int) -> None:
+        self._written[target] = max(self._written[target], length)
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys[target, :, :length] = layer.keys[source, :, :length]

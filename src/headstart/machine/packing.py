@@ -11,6 +11,7 @@ only where memory is plentiful, where they measure faster, and for shapes on whi
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -28,10 +29,13 @@ MEMORY_SHARE = 4  # packed weights may take a quarter of the machine's memory
 WORTH_IT = 0.9  # packed time / ordinary time that makes packing worth its memory
 
 
-class _Lent:
-    """Whether packed weights may be used now: only inside a runner's forward, where no gradient is wanted."""
+class _Lent(threading.local):
+    """Whether packed weights may be used now, by this thread: only inside a runner's forward, without gradients."""
 
     depth = 0
+
+
+_lent = _Lent()
 
 
 class _Packed:
@@ -64,7 +68,7 @@ class PackedLinear(nn.Linear):
     packed: _Packed
 
     def forward(self, input: Tensor) -> Tensor:
-        if _Lent.depth:
+        if _lent.depth and not torch.is_grad_enabled():
             rows = input.numel() // self.in_features
             if LEAST_ROWS <= rows <= MOST_ROWS and self.packed.fits(self.weight):
                 return _product(input, self.packed, self.weight, self.bias, rows)
@@ -81,11 +85,11 @@ def _product(x: Tensor, packed: _Packed, weight: Tensor, bias: Tensor | None, ro
 @contextmanager
 def lend_packed() -> Iterator[None]:
     """Inside, packed layers may use their packed weights."""
-    _Lent.depth += 1
+    _lent.depth += 1
     try:
         yield
     finally:
-        _Lent.depth -= 1
+        _lent.depth -= 1
 
 
 def pack(model: nn.Module, *, least_bytes: int = LEAST_BYTES, measure: bool = True) -> int:

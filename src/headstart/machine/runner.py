@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import HeadstartError, ModelRefused
 from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
-from .attention import lend, wants_grouped
+from .attention import lend, lock_of, wants_grouped
 from .kvcache import MARGIN, Slab
 from .packing import lend_packed, pack
 from .watch import Watch, newly_watched
@@ -168,6 +168,7 @@ class EagerRunner:
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         self._watch: Watch | None = None
+        self._one_at_a_time = lock_of(model)
         self._layers = int(config.num_hidden_layers)
         if probe:
             self.probe()
@@ -236,9 +237,10 @@ class EagerRunner:
         if keep and self._accepts_keep:
             arguments["logits_to_keep"] = keep
         model = self.model if keep != 0 else self.model.base_model  # everything but the head
-        with self._attention(), lend_packed():
+        # Another engine in another thread may run over the same model, with a slab of its own.
+        with self._one_at_a_time, self._attention(), lend_packed():
             output = model(**arguments)
-        self._keep_features()
+            self._keep_features()
         if keep == 0:
             return self._zero.new_empty((len(tokens), 0, self.vocab_size))
         logits: Tensor = output.logits

@@ -1,0 +1,92 @@
+"""One layer of the slab: its keys and values, and where a forward's new ones go.
+
+Knows: how to allocate and write a layer. Does not know: rows' owners, lengths or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+__all__ = ["SlabLayer"]
+
+
+class Place(Protocol):
+    """What a layer asks its slab: the sizes, and where the forward in progress writes (see ``Slab.begin``)."""
+
+    rows: int
+    capacity: int
+    first: int
+    last: int
+    start: int
+    live: int
+    slots: Tensor | None
+
+    def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN.
+
+    On the CPU torch would write all of them, a gigabyte and more before the first token; numpy asks the system for zero
+    pages, which cost nothing until they are used.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
+    skip = -memory.data_ptr() % 64  # on a cache line
+    return memory[skip : skip + size].view(like.dtype).view(shape)
+
+
+class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped for us
+    """One layer's keys and values: [rows, kv_heads, capacity, head_dim] each, allocated on the first update."""
+
+    is_sliding = False  # sliding layers keep everything too: the mask hides what is out of the window
+
+    def __init__(self, slab: Place) -> None:
+        super().__init__()
+        self._slab = slab
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate in the shape, dtype and on the device that the model just used."""
+        # Not as inference tensors, because rows are also moved outside inference mode.
+        with torch.inference_mode(False):
+            rows, capacity = self._slab.rows, self._slab.capacity
+            self.keys = _zeros(key_states, (rows, key_states.shape[1], capacity, key_states.shape[3]))
+            self.values = _zeros(value_states, (rows, value_states.shape[1], capacity, value_states.shape[3]))
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write this forward's keys [R, heads, N, dim] where ``begin`` said, and return all live ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slab = self._slab
+        keys, values = self.keys[slab.first : slab.last], self.values[slab.first : slab.last]
+        if slab.slots is None:  # every row starts at the same slot: a plain copy
+            keys[:, :, slab.start : slab.live].copy_(key_states)
+            values[:, :, slab.start : slab.live].copy_(value_states)
+        else:
+            # The full slice between the two index tensors puts their [R, N] in front: [R, N, heads, dim].
+            row, slots = slab.scatter_index(key_states.device)
+            keys[row, :, slots] = key_states.transpose(1, 2)
+            values[row, :, slots] = value_states.transpose(1, 2)
+        return keys[:, :, : slab.live], values[:, :, : slab.live]
+
+    def get_seq_length(self) -> int:
+        return self._slab.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._slab.live, 0
+
+    def get_max_length(self) -> int:
+        return self._slab.capacity
+
+    def get_max_cache_shape(self) -> int:  # the name before transformers 5.20
+        return self._slab.capacity
