@@ -37,7 +37,8 @@ def from_folder(folder: Path, per_kind: int | None) -> dict[str, list[str]]:
 
 def measure(llm: LLM, texts: list[str], tokens: int, temperature: float) -> dict[str, float]:
     """Rounds that read the prompt draft nothing and are left out."""
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=1 if temperature else None)
+    seed = 1 if temperature else None
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed, verification="block")
     answers = llm.chat([[{"role": "user", "content": text}] for text in texts], params)
     assert isinstance(answers, list)
     all_stats = [answer.stats for answer in answers]

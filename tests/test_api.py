@@ -322,8 +322,9 @@ def test_a_draft_with_nan_does_no_harm(target: Any) -> None:
     expected = LLM(target, None, max_model_len=64, check=False).generate(PROMPT, GREEDY).token_ids
     llm = LLM(target, broken, gamma=3, max_model_len=64, check=False)
     assert llm.generate(PROMPT, GREEDY).token_ids == expected
-    sampled = SamplingParams(seed=1, max_tokens=12)
-    assert len(llm.generate(PROMPT, sampled).token_ids) == 12
+    for rule in ("block", "coupled"):
+        sampled = SamplingParams(seed=1, max_tokens=12, verification=rule)  # type: ignore[arg-type]
+        assert len(llm.generate(PROMPT, sampled).token_ids) == 12
 
 
 def test_a_hostile_prediction_changes_nothing(target: Any) -> None:

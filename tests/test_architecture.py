@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[1] / "src" / "headstart"
 
 FLOORS = {
     "types": 0,
+    "sampling": 0,
+    "values": 0,
     "config": 0,
     "errors": 0,
     "maths": 1,
@@ -31,7 +33,14 @@ FLOORS = {
     "__main__": 8,
 }
 # Rooms on one floor that may use each other; all others keep to their own folder.
-NEIGHBOURS = {("types", "errors"), ("config", "errors"), ("controller", "types"), ("lab", "distill")}
+NEIGHBOURS = {
+    ("types", "sampling"),
+    ("sampling", "values"),
+    ("config", "values"),
+    *((ground, "errors") for ground in ("types", "sampling", "values", "config")),
+    ("controller", "types"),
+    ("lab", "distill"),
+}
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}
 EXTRA = {
     "cli": {"typer", "huggingface_hub"},

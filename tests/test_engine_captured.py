@@ -248,7 +248,9 @@ def test_drafts_from_the_host(plain: LLM) -> None:
     assert {shape.gamma for shape in played} == {0, 2, 5}
 
 
-@pytest.mark.parametrize("params", [SETTINGS["greedy"], SETTINGS["coupled"], SamplingParams(seed=4, max_tokens=20)])
+@pytest.mark.parametrize(
+    "params", [SETTINGS["greedy"], SETTINGS["coupled"], SamplingParams(seed=4, max_tokens=20, verification="block")]
+)
 def test_a_heads_guesses_are_judged_on_the_device_too(params: SamplingParams) -> None:
     """The features that the head reads are written by the recorded forward."""
     found = []

@@ -66,7 +66,8 @@ def test_engine_follows_the_target(kind: str, rule: str) -> None:
 def test_with_temperature_and_penalties() -> None:
     """A penalty makes the law depend on the drafted prefix; the exact law is computed by plain recursion."""
     engine = engine_for("model")
-    counts = sample(engine, temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, logit_bias={0: 0.7})
+    settings = {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {0: 0.7}}
+    counts = sample(engine, verification="block", **settings)
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}

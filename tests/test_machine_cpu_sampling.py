@@ -244,6 +244,7 @@ def test_the_engine_follows_the_target(kind: str, rule: str) -> None:
 def test_penalties_and_bias_are_the_plain_ones() -> None:
     """Same seeds, same settings: the same tokens as without the kernels."""
     params: Any = {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {0: 0.7}}
+    params["verification"] = "block"
     found = []
     for loops in (None, inner_for(1)):
         engine = table_engine(TARGET, table_draft(DRAFT, rows=16), gamma=3, rows=16, max_waiting=SAMPLES)

@@ -96,8 +96,8 @@ def assemble(
     def text_stream(request: Request) -> TextStream:
         stops = request.params.stop
         assert codec is not None
-        assert not isinstance(stops, str)  # SamplingParams makes it a tuple
-        return TextStream(codec, request.prompt, tuple(stops))
+        assert isinstance(stops, tuple)  # SamplingParams makes it one
+        return TextStream(codec, request.prompt, stops)
 
     engine = Engine(
         runner,

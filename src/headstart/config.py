@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
 from .errors import InvalidParameter
+from .values import plain
 
 __all__ = ["Config", "DraftConfig", "EngineConfig"]
 
@@ -76,5 +77,5 @@ class Config:
         for name, value in settings.items():
             if name not in owners:
                 raise InvalidParameter(name, f"is not a setting; the settings are {', '.join(sorted(owners))}")
-            parts[owners[name]][name] = value
+            parts[owners[name]][name] = plain(value)
         return cls(EngineConfig(**parts["engine"]), DraftConfig(**parts["draft"]))

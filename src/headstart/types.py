@@ -1,6 +1,6 @@
 """The records every floor shares.
 
-Knows: what a request, a guess, a verdict and an answer are made of, and which values are allowed.
+Knows: what a request, a guess, a verdict and an answer are made of (how a request is sampled: ``sampling.py``).
 Does not know: how any of them is computed.
 
 Glossary, used with the same meaning everywhere:
@@ -17,14 +17,14 @@ Glossary, used with the same meaning everywhere:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 
-from .errors import InvalidParameter
+from .errors import PromptTooLong
+from .sampling import SamplingParams, Verification
 
 __all__ = [
     "Choice",
@@ -44,132 +44,9 @@ __all__ = [
     "Verification",
 ]
 
-Verification = Literal["block", "token", "coupled"]
 Draw = Literal["point", "iid", "distinct"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1000
-MAX_N = 64
-MAX_LOGPROBS = 50
-
-
-def _number(name: str, value: object) -> float:
-    """A finite real number, or an error that names the field."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidParameter(name, f"must be a number, not {value!r}")
-    if not math.isfinite(value):
-        raise InvalidParameter(name, f"must be finite, not {value!r}")
-    return float(value)
-
-
-def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameter(name, f"must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidParameter(name, f"must be {bound}, not {value}")
-    return value
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled. The names are vLLM's; ``speculate`` and ``verification`` are ours.
-
-    ``temperature=0`` is greedy. ``verification`` is the rule that keeps speculation lossless when sampling:
-    "block" accepts the most, "token" is the classical rule, "coupled" gives the very tokens that plain
-    decoding gives for the same seed. ``logprobs=k`` returns the target's own log-probabilities (before any
-    penalty or temperature) of each token and of the k most likely ones.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    min_tokens: int = 0
-    max_tokens: int = 128
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    seed: int | None = None
-    n: int = 1
-    speculate: bool = True
-    verification: Verification = "block"
-
-    def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_lists()
-        if self.verification not in ("block", "token", "coupled"):
-            raise InvalidParameter("verification", f"must be 'block', 'token' or 'coupled', not {self.verification!r}")
-        for name in ("ignore_eos", "speculate"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(name, f"must be true or false, not {getattr(self, name)!r}")
-
-    def _check_numbers(self) -> None:
-        if _number("temperature", self.temperature) < 0:
-            raise InvalidParameter("temperature", f"must be at least 0, not {self.temperature}")
-        if not 0 < _number("top_p", self.top_p) <= 1:
-            raise InvalidParameter("top_p", f"must be in (0, 1], not {self.top_p}")
-        if not 0 <= _number("min_p", self.min_p) <= 1:
-            raise InvalidParameter("min_p", f"must be in [0, 1], not {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= _number(name, getattr(self, name)) <= 2:
-                raise InvalidParameter(name, f"must be in [-2, 2], not {getattr(self, name)}")
-        if _number("repetition_penalty", self.repetition_penalty) <= 0:
-            raise InvalidParameter("repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)  # vLLM's other way to say "off"
-        _integer("top_k", self.top_k, 0)
-        _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
-        if self.min_tokens > self.max_tokens:
-            raise InvalidParameter(
-                "min_tokens", f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
-            )
-        _integer("n", self.n, 1, MAX_N)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-
-    def _check_lists(self) -> None:
-        if not isinstance(self.stop, Iterable):
-            raise InvalidParameter("stop", f"must be a string or a list of strings, not {self.stop!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidParameter("stop", f"takes at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidParameter("stop", "must hold non-empty strings")
-            if len(text) > MAX_STOP_LENGTH:
-                raise InvalidParameter("stop", f"strings are at most {MAX_STOP_LENGTH} characters, not {len(text)}")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0) for t in self.stop_token_ids))
-        if self.logit_bias is not None:
-            bias = {}
-            for token, value in self.logit_bias.items():
-                bias[_integer("logit_bias", token, 0)] = _number("logit_bias", value)
-                if not -100 <= value <= 100:
-                    raise InvalidParameter("logit_bias", f"values must be in [-100, 100], not {value}")
-            object.__setattr__(self, "logit_bias", bias)
-
-    @property
-    def greedy(self) -> bool:
-        """True when every token is an argmax."""
-        return self.temperature == 0
-
-    def check_vocabulary(self, size: int) -> None:
-        """Refuse token ids the model does not have. Called where the vocabulary is known, before any work."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
-            for token in ids:
-                if token >= size:
-                    raise InvalidParameter(name, f"names token {token}, but the vocabulary ends at {size - 1}")
 
 
 @dataclass(frozen=True)
@@ -180,6 +57,21 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     prediction: tuple[int, ...] = ()
+
+    def longest(self, max_model_len: int) -> int:
+        """The most tokens that prompt and answer may have together; an error if what was asked for does not fit."""
+        length, wanted = len(self.prompt), self.params.max_tokens
+        room = max_model_len - length
+        if room < 1:
+            raise PromptTooLong(
+                "prompt", f"has {length} tokens; max_model_len is {max_model_len} and counts the answer too"
+            )
+        fits = f"max_model_len is {max_model_len}, and {length} prompt tokens leave room for {room}"
+        if wanted is not None and wanted > room:
+            raise PromptTooLong("max_tokens", f"is {wanted}; {fits}", room)
+        if self.params.min_tokens > room:
+            raise PromptTooLong("min_tokens", f"is {self.params.min_tokens}; {fits}", room)
+        return length + (room if wanted is None else wanted)
 
 
 class DraftView(Protocol):

@@ -107,7 +107,7 @@ def prove(
         same = same and both[plain][0].token_ids == both[drafted][0].token_ids
         if both[plain][1] and both[drafted][1]:
             ratios.append(_speed(both[drafted][1]) / _speed(both[plain][1]))
-        random = SamplingParams(temperature=1, max_tokens=tokens, seed=seed + i)
+        random = SamplingParams(temperature=1, max_tokens=tokens, seed=seed + i, verification="block")
         for tally, rounds in ((sure, both[drafted][1]), (drawn, drafted.decode(prompt, random)[1])):
             for each in rounds:
                 tally.add(each)

@@ -59,7 +59,7 @@ def kernel_chains(
 
 
 def _knobs(view: DraftView) -> Knobs:
-    rule = "greedy" if view.params.greedy else view.params.verification
+    rule = "greedy" if view.params.greedy else view.params.rule
     knobs = knobs_of(view.params, rule, seed=view.seed, base=len(view.tokens))
     if knobs.rule in REJECTING:
         knobs.heat *= DRAWN_HEAT

@@ -56,7 +56,7 @@ class Pen:
         params = [view.params for view in views]
         self.width, self._inner = width, inner
         self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
-        self.point = [p.greedy or p.verification == "coupled" for p in params]
+        self.point = [p.greedy or p.rule == "coupled" for p in params]
         self._ids = ids
         self._last: torch.Tensor | None = None
         self._q: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class Pen:
         self._outputs = torch.tensor([len(view.tokens) - view.prompt_length for view in views], device=device)
         self._seeds = noise.seeds([view.seed for view in views], device)
         self._base = torch.tensor([len(view.tokens) for view in views], device=device)
-        self._coupled = torch.tensor([p.verification == "coupled" for p in params], device=device)
+        self._coupled = torch.tensor([p.rule == "coupled" for p in params], device=device)
 
     def draw(self, logits: torch.Tensor, offset: int) -> torch.Tensor:
         """logits [R, V or W] -> token ids [R]; ``offset`` counts the tokens drawn before in this round."""

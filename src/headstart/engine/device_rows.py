@@ -42,7 +42,7 @@ def kind_of(params: Seq[SamplingParams], *, drafted: bool) -> Kind:
 
 
 def _rejects(p: SamplingParams) -> bool:
-    return not p.greedy and p.speculate and p.verification != "coupled"
+    return not p.greedy and p.speculate and p.rule != "coupled"
 
 
 def _needs_all(p: SamplingParams) -> bool:
@@ -189,7 +189,7 @@ class DeviceRows:
     def _send_settings(self, sequences: Seq[Sequence]) -> None:
         params, rows = [s.params for s in sequences], len(sequences)
         real = [
-            [1.0 if p.greedy else max(p.temperature, 1e-30) for p in params],
+            [1.0 if p.greedy else p.temperature for p in params],
             [p.top_p for p in params],
             [p.min_p for p in params],
             [p.repetition_penalty for p in params],
@@ -201,7 +201,7 @@ class DeviceRows:
             [p.top_k or _OFF for p in params],
             [p.min_tokens for p in params],
             [int(r) for r in rejects],
-            [int(r and p.verification == "block") for r, p in zip(rejects, params, strict=True)],
+            [int(r and p.rule == "block") for r, p in zip(rejects, params, strict=True)],
             [int(p.greedy) for p in params],
         ]
         self.real[:, :rows] = torch.tensor(real).to(self.device)

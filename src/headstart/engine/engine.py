@@ -25,7 +25,7 @@ import torch
 from ..config import EngineConfig
 from ..controller import Controller
 from ..drafters.base import Drafter
-from ..errors import GenerationFailed, HeadstartError, InvalidParameter, PromptTooLong
+from ..errors import GenerationFailed, HeadstartError, InvalidParameter
 from ..machine.runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
@@ -99,7 +99,7 @@ class Engine:
                 seed,
                 eos=self._eos,
                 text=self._text(request) if self._text is not None else None,
-                limit=self.max_len,
+                limit=request.longest(self.max_len),
             )
             for index in range(request.params.n)
         ]
@@ -336,11 +336,8 @@ class Engine:
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise InvalidParameter(name, f"holds token ids outside the vocabulary of {vocab_size}")
         request.params.check_vocabulary(vocab_size)
-        length, wanted = len(request.prompt), request.params.max_tokens
-        if length >= self.max_len:
-            raise PromptTooLong("prompt", f"has {length} tokens; the context holds {self.max_len} with the answer")
-        if length + wanted > self.max_len:
-            room = self.max_len - length
-            raise PromptTooLong(
-                "max_tokens", f"is {wanted}; with {length} prompt tokens at most {room} fit the context", room
+        if request.params.stop and self._text is None:
+            raise InvalidParameter(
+                "stop", "needs a tokenizer, and this model was given without one: use stop_token_ids"
             )
+        request.longest(self.max_len)

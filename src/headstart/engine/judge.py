@@ -142,7 +142,7 @@ def group_of(sequence: Sequence, *, drafted: bool) -> Group:
         return "greedy"
     if not drafted:
         return "coupled"
-    return sequence.params.verification
+    return sequence.params.rule
 
 
 def _judge_group(

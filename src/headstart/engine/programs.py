@@ -24,7 +24,8 @@ from ..maths.noise import Keys
 from ..maths.tree import Topology
 from ..maths.verify import Verdicts, coupled_rule
 from ..maths.warp import History, Warp
-from ..types import MAX_LOGPROBS, Draw
+from ..sampling import MAX_LOGPROBS
+from ..types import Draw
 from .device_rows import DeviceRows, Kind
 from .judge import decide_mixed, targets_of
 

@@ -48,7 +48,7 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.params: SamplingParams = request.params
         self.prediction = request.prediction
-        self.stop_ids = frozenset(self.params.stop_token_ids)
+        self.stop_ids = frozenset(self.params.stop_token_ids or ())
         self.eos = frozenset() if self.params.ignore_eos else frozenset(eos)
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -56,7 +56,7 @@ class Sequence:
         self.torn = False  # tokens are being taken in; stays true only if that was interrupted
         self.pieces: deque[Piece] = deque()
         self.tally = Tally(prompt_tokens=self.prompt_length)
-        self._limit = min(limit, self.prompt_length + self.params.max_tokens)
+        self._limit = limit
         self._sink = text
         self._texts: list[str] = []
         self._origins: list[Origin] = []

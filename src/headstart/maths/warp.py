@@ -70,7 +70,7 @@ class Warp:
             all_greedy=all(p.greedy for p in params),
             any_greedy=any(p.greedy for p in params),
             needs_history=not (repetition is None and frequency is None and presence is None),
-            temperature=column([max(t, 1e-30) for t in warm], 1.0),
+            temperature=column(warm, 1.0),
             cold=min(warm, default=1.0) < _COLD,
             min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
             top_k=torch.tensor([k or 2**62 for k in ks], device=device) if any(ks) else None,

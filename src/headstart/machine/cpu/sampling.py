@@ -44,10 +44,9 @@ class Knobs(Structure):  # see csrc/sampling.h
 
 def knobs_of(params: SamplingParams, rule: Rule, *, seed: int, base: int) -> Knobs:
     """A row's settings for the kernels; ``base``: tokens committed so far. Seeds are 64 bits, signed or not."""
-    # No top-k is a huge one, and a temperature that is all but 0 stays above it (as in ``Warp``).
-    return Knobs(
-        max(params.temperature, 1e-30), params.min_p, params.top_p, RULES[rule], params.top_k or 2**62, seed, base
-    )
+    # No top-k is a huge one; a greedy row has no use for its temperature.
+    heat = 1.0 if params.greedy else params.temperature
+    return Knobs(heat, params.min_p, params.top_p, RULES[rule], params.top_k or 2**62, seed, base)
 
 
 @cache
