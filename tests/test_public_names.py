@@ -1,4 +1,4 @@
-"""What users can name keeps working from one version to the next: ``data/public_names.json`` was written by the last one.
+"""What users can name keeps working from one version to the next: the last one wrote ``data/public_names.json``.
 
 A name that is to go warns for one version first; then it is taken out of that file.
 """
