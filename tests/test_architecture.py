@@ -25,6 +25,7 @@ FLOORS = {
     "distill": 5,
     "deploy": 5,
     "testing": 5,
+    "prompts": 5,  # a door's reading room: only doors call it
     "api": 6,
     "tensors": 7,
     "cli": 7,

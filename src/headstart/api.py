@@ -1,14 +1,15 @@
 """The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``.
 
-Knows: how people write prompts and read answers. Does not know: how models, drafter and engine are put together.
+Knows: what people ask for and how they read answers. Does not know: how prompts are written (``prompts.py``), or how
+models, drafter and engine are put together (``assembly.py``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 
@@ -22,15 +23,25 @@ from .machine.loading import Capability
 from .machine.opening import Quantization
 from .machine.progress import Tell
 from .machine.text import TextCodec
+from .prompts import (
+    Array,
+    Messages,
+    Prompt,
+    Written,
+    is_conversation,
+    numbered,
+    one_each,
+    read_conversations,
+    read_prompt,
+    read_prompts,
+    settings_of,
+)
 from .types import Completion, Piece, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Stream"]
-
-Prompt: TypeAlias = str | Sequence[int]
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -106,6 +117,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         prediction: str | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> Completion: ...
     @overload
     def generate(
@@ -114,62 +126,83 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prediction: Sequence[str | None] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]: ...
+    @overload
     def generate(
         self,
-        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
+        prompts: Array | Iterable[Prompt | Array],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prediction: str | Sequence[str | None] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Completion | list[Completion]: ...
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prediction: str | Sequence[str | None] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt, or many together (in input order). A prompt is text or token ids.
+        """Complete one prompt, or many together (in input order). Any thread may call this, and several at once.
+
+        A prompt is text, token ids (a list; an array or tensor [T] or [1, T]), or a dict with the key "prompt" or
+        "prompt_token_ids"; an array [B, T] is B prompts. ``sampling_params`` is another name of ``params``.
 
         ``prediction`` is text you expect to find in the answer (the file being edited, say); ``lookup`` drafts
         from it, and it can never change the answer. A prompt that cannot be taken (too long, say) raises before any is
         answered. One of many that fails on its way comes back with ``finish_reason="error"`` and ``error``.
         """
-        if not isinstance(prompts, Iterable):
-            raise InvalidParameter("prompts", f"must be text, token ids, or a list of those, not {prompts!r}")
-        single = _is_prompt(prompts)
-        many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-        each = _per_prompt("params", params if params is not None else SamplingParams(), SamplingParams, len(many))
-        guesses = _per_prompt("prediction", prediction, (str, type(None)), len(many))
-        requests = [
-            self._request(self._encode(prompt), settings, guess)
-            for prompt, settings, guess in zip(many, each, guesses, strict=True)
-        ]
-        completions = self._run(requests, alone=single)
+        many, single = read_prompts(prompts)
+        each = one_each("params", settings_of(params, sampling_params), SamplingParams, len(many))
+        guesses = one_each("prediction", prediction, (str, type(None)), len(many))
+        requests = []
+        for index, prompt in enumerate(many):
+            with numbered("prompt", index, alone=single):
+                requests.append(self._request(self._encode(prompt), each[index], guesses[index]))
+        completions = self._run(requests, "prompt", alone=single)
         return completions[0] if single else completions
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        prediction: str | None = None,
+        prediction: str | Sequence[str | None] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Completion | list[Completion]:
-        """Answer one conversation (a list of {"role", "content"}), or several together. ``prediction``: for each."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        many: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item, assignment]
-        settings = params if params is not None else SamplingParams()
-        requests = [self._request(self._need_codec().encode_chat(m), settings, prediction) for m in many]
-        completions = self._run(requests, alone=single)
+        """Answer one conversation (a list of {"role", "content"}), or several together.
+
+        A message may have a ``name``, and a content that is a list of text parts. The rest as in ``generate``.
+        """
+        many, single = read_conversations(messages)
+        each = one_each("params", settings_of(params, sampling_params), SamplingParams, len(many))
+        guesses = one_each("prediction", prediction, (str, type(None)), len(many))
+        requests = []
+        for index, conversation in enumerate(many):
+            with numbered("conversation", index, alone=single):
+                ids = self._need_codec().encode_chat(conversation)
+                requests.append(self._request(ids, each[index], guesses[index]))
+        completions = self._run(requests, "conversation", alone=single)
         return completions[0] if single else completions
 
     def stream(
         self,
-        prompt: Prompt | Messages,
+        prompt: Prompt | Array | Messages,
         params: SamplingParams | None = None,
         *,
         prediction: str | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> Stream:
         """Token by token: each piece has the text it adds and its origin. Takes a prompt or a conversation."""
-        if _is_prompt(prompt):
-            ids = self._encode(prompt)  # type: ignore[arg-type]
-        else:
+        if is_conversation(prompt):
             ids = self._need_codec().encode_chat(prompt)  # type: ignore[arg-type]
-        settings = params if params is not None else SamplingParams()
-        return Stream(self.engine, self._request(ids, settings, prediction))
+        else:
+            ids = self._encode(read_prompt(prompt))
+        [settings] = one_each("params", settings_of(params, sampling_params), SamplingParams, 1)
+        [guess] = one_each("prediction", prediction, (str, type(None)), 1)
+        return Stream(self.engine, self._request(ids, settings, guess))
 
     @property
     def has_chat_template(self) -> bool:
@@ -197,11 +230,15 @@ class LLM:
 
     # -- running requests
 
-    def _run(self, requests: list[Request], *, alone: bool) -> list[Completion]:
-        """All requests to their ends. The queue is bounded, so they go in as places come free."""
+    def _run(self, requests: list[Request], what: str, *, alone: bool) -> list[Completion]:
+        """All requests to their ends. The queue is bounded, so they go in as places come free.
+
+        ``what`` they are, for an error that says which of them; ``alone``: there is one, and it raises what it met.
+        """
         engine = self.engine
-        for request in requests:
-            engine.check(request)  # all of them, before anything is computed
+        for index, request in enumerate(requests):  # all of them, before anything is computed
+            with numbered(what, index, alone=alone):
+                engine.check(request)
         handles: list[Handle] = []
         claim = _Claim(engine, [request.id for request in requests])
         try:
@@ -230,7 +267,7 @@ class LLM:
             expected = tuple(self._need_codec().encode_prediction(prediction))
         return Request(f"request-{next(self._ids)}", tuple(ids), params, expected)
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
+    def _encode(self, prompt: Written) -> list[int]:
         return self._need_codec().encode(prompt) if isinstance(prompt, str) else prompt
 
     def _need_codec(self) -> TextCodec:
@@ -297,23 +334,3 @@ class Stream:
     def completion(self) -> Completion:
         """The whole answer, once the stream has ended; before that it raises."""
         return self._handle.completion()
-
-
-def _is_prompt(value: object) -> bool:
-    """Text, or a list of token ids; as against a list of prompts or of messages."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], int)
-
-
-def _per_prompt(name: str, value: Any, kinds: Any, n: int) -> list[Any]:
-    """One value for all prompts, or a list with one for each."""
-    if isinstance(value, kinds):
-        return [value] * n
-    values = list(value)
-    if len(values) != n:
-        raise InvalidParameter(name, f"has {len(values)} entries for {n} prompts")
-    for item in values:
-        if not isinstance(item, kinds):
-            raise InvalidParameter(name, f"must hold one entry for each prompt, not {item!r}")
-    return values

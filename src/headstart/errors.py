@@ -31,11 +31,21 @@ class HeadstartError(Exception):
 
 
 class InvalidParameter(HeadstartError, ValueError):
-    """A value is out of range. ``field`` is the parameter's name, and it opens the message."""
+    """A value is out of range. ``field`` is the parameter's name, and it opens the message.
+
+    ``index``: which of several prompts, conversations or messages it is about; None where there was only one.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")
         self.field = field
+        self.index: int | None = None
+
+    def about(self, what: str, index: int) -> None:
+        """Say in the message which of several it is about: ``what`` is "prompt", say."""
+        text = str(self)
+        self.args = (f"{what} {index}{text[len(what) :]}" if self.field == what else f"{text} ({what} {index})",)
+        self.index = index
 
 
 class PromptTooLong(InvalidParameter):

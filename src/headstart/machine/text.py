@@ -2,8 +2,8 @@
 
 Knows: one Hugging Face tokenizer and its chat template; how to turn a stream of ids into a stream of text that is
 never taken back; how to find a stop string before any of it has left the house.
-Does not know: models, requests, sampling, which ids end an answer (``machine/loading.py`` does), or how a chat is
-kept from being forged (``machine/guard.py`` does).
+Does not know: models, requests, sampling, which ids end an answer (``machine/loading.py`` does), what a message may
+be (``machine/messages.py`` does), or how a chat is kept from being forged (``machine/guard.py`` does).
 
 A character that is split over tokens is shown when it is complete. U+FFFD appears only where the ids really hold
 broken UTF-8, or that very character. tokenizers' own DecodeStream was tried against the same tests: it has no flush, so
@@ -18,10 +18,9 @@ from typing import Any
 
 from ..errors import InvalidParameter, ModelRefused
 from .guard import ControlGuard
+from .messages import check_text, read_messages
 
 __all__ = ["Detokenizer", "StopChecker", "TextCodec", "TextStream"]
-
-ROLES = ("system", "user", "assistant", "tool")
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # prompt ids in front of the answer: enough to know that its first word is not the first of a text
@@ -45,12 +44,12 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """A raw prompt, the way the tokenizer does it by default: BOS and the like are added, control tokens count."""
-        _check_text("prompt", text)
+        check_text("prompt", text)
         return list(self._tokenizer.encode(text))
 
     def encode_prediction(self, text: str) -> list[int]:
         """Text expected in the answer: no BOS, nothing in front of it."""
-        _check_text("prediction", text)
+        check_text("prediction", text)
         return self._encode_bare(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,18 +60,21 @@ class TextCodec:
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Messages through the tokenizer's own chat template, up to where the assistant's answer begins."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ModelRefused("this model has no chat template: use generate with a raw prompt instead of chat")
-        checked = _check_messages(messages)
+        read = read_messages(messages)
         marked, found = [], set()
-        for message in checked:
-            content, suspects = self._guard.mark(message["content"], own_words=message["role"] == "assistant")
-            marked.append({**message, "content": content})
-            found |= suspects
+        for message in read:
+            line = dict(message)
+            for key in message.keys() & {"content", "name"}:  # what somebody wrote; a template may show both
+                own_words = key == "content" and message["role"] == "assistant"
+                line[key], suspects = self._guard.mark(message[key], own_words=own_words)
+                found |= suspects
+            marked.append(line)
         if not found:
-            return self._encode_bare(self._render(checked))
+            return self._encode_bare(self._render(read))
         return self._guard.encode(self._render(marked), found)
 
     @cached_property
@@ -93,31 +95,6 @@ class TextCodec:
         except Exception as error:  # the template's own complaint (the order of roles, say), or its own fault
             raise InvalidParameter("messages", f"do not fit the model's chat template: {error}") from error
         return str(text)
-
-
-def _check_text(field: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise InvalidParameter(field, f"must be text, not {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidParameter(field, f"holds a lone surrogate at character {error.start}") from None
-
-
-def _check_messages(messages: object) -> list[dict[str, str]]:
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise InvalidParameter("messages", "must be a list of {'role': ..., 'content': ...}")
-    if not messages:
-        raise InvalidParameter("messages", "must hold at least one message")
-    checked = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidParameter("messages", f"must have a role and a content and nothing else (message {index})")
-        if message["role"] not in ROLES:
-            raise InvalidParameter("messages", f"take the roles {', '.join(ROLES)}, not {message['role']!r}")
-        _check_text("messages", message["content"])
-        checked.append({"role": message["role"], "content": message["content"]})
-    return checked
 
 
 class Detokenizer:
