@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job on the embedded model
 # make test   sets up and runs the tests
 # make check  formatting, lint, types, architecture
+# make stress         everything at once (threads, interruptions, failures) for SECONDS=600
 # make wheel-check    builds the wheel, installs it in a new environment elsewhere, runs the demo from it
 # make test-versions  what can run on Python 3.12 and 3.13, where they are installed (PYTHONS="..." names others)
 # The environment lives in .venv and is reused until pyproject.toml or constraints.txt change.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check wheel-check test-versions setup clean
+.PHONY: demo test stress check wheel-check test-versions setup clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +36,9 @@ check: $(READY)
 	@# As on Windows and with a newer Python: names of os, signal and fcntl that are not there must be behind a guard.
 	$(BIN)/mypy --platform win32 --python-version 3.13 --no-warn-unreachable --cache-dir .mypy_cache/win32
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+stress: $(READY)
+	$(BIN)/python -X faulthandler tests/stress.py --seconds $(or $(SECONDS),600)
 
 wheel-check: $(READY)
 	.ci/wheel-check $(BIN)/python

@@ -17,8 +17,8 @@ class Interrupted(BaseException):
 
 
 class Interrupt:
-    """Inside, this thread's n-th chance in ``src/headstart`` (or in files whose name ends as given) to be interrupted is
-    taken: ``Interrupted`` is raised there.
+    """Inside, this thread's n-th chance to be interrupted in ``src/headstart`` is taken: it raises ``Interrupted``.
+    ``within``: only files whose name ends like this count.
 
     A chance is where the interpreter itself looks for signals: behind a call, at a function's start, and where a loop
     turns back. Without ``at`` nothing is raised, and ``count`` says how many chances there were.
