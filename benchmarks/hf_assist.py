@@ -55,7 +55,7 @@ def main() -> None:
     loaded = load(embedded_folder(), dtype=torch.float32)
     target, tokenizer = loaded.model, loaded.tokenizer
     assert tokenizer is not None
-    draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=torch.float32)
+    draft = AutoModelForCausalLM.from_pretrained(arguments.draft, dtype=torch.float32, trust_remote_code=False)
     set_draft_length(draft, arguments.assistant_tokens, arguments.confidence)
     target.generation_config.pad_token_id = draft.generation_config.pad_token_id = tokenizer.eos_token_id
     chosen = prompts(arguments.per_kind)

@@ -215,7 +215,11 @@ def open_target(arguments: argparse.Namespace) -> Any:
     dtype = torch.bfloat16 if cuda else torch.float32
     if arguments.random:
         with torch.device("cuda" if cuda else "cpu"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.random), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(arguments.random, trust_remote_code=False),
+                dtype=dtype,
+                trust_remote_code=False,
+            )
         return load(model, tokenizer=arguments.random)
     return load(arguments.model, tokenizer=arguments.tokenizer, dtype=dtype)
 

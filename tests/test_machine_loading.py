@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM
 
 from headstart.errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
 from headstart.machine import loading
@@ -230,9 +229,6 @@ def test_placement_over_devices_names_its_package(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="'accelerate'"):
         load(folder, device_map="auto")
-    (folder / "model.gguf").touch()
-    with pytest.raises(MissingExtra, match="'gguf'"):
-        load(folder / "model.gguf")
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------
@@ -251,81 +247,9 @@ def test_a_draft_must_share_the_tokenizer() -> None:
     assert foreign == "they use different tokenizers: token 3 is '\\n' in the one and '#' in the other"
 
 
-def test_without_tokenizers_sizes_are_compared() -> None:
+def test_without_two_tokenizers_nothing_speaks_against_a_draft() -> None:
+    """Sizes of heads do not: see tests/test_padded_vocabularies.py."""
     target = with_tokenizer(None)
-    assert same_tokenizer(target, with_tokenizer(None)) is None
-    assert same_tokenizer(target, with_tokenizer(tiny_tokenizer())) is None
-    assert same_tokenizer(target, with_tokenizer(None, 128)) == "their vocabularies have 112 and 128 tokens"
-
-
-# -- GGUF ------------------------------------------------------------------------------------------------------------
-
-
-def interleaved(weight: torch.Tensor, heads: int) -> np.ndarray:
-    """llama.cpp keeps the two halves of each rotary pair side by side; Hugging Face keeps them half a head apart."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns).numpy()
-
-
-def write_gguf(path: Path, model: LlamaForCausalLM, leave_out: str = "nothing") -> None:
-    """A Llama GGUF file with a small byte-level tokenizer, as llama.cpp's converter writes it."""
-    gguf = pytest.importorskip("gguf")
-    config = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!", "AB"]
-    tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["! !", "A B"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    inner = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    inner |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    inner |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    for layer in range(config.num_hidden_layers):
-        names |= {f"model.layers.{layer}.{ours}": f"blk.{layer}.{theirs}" for ours, theirs in inner.items()}
-    weights = model.state_dict()
-    for ours, theirs in names.items():
-        weight = weights[f"{ours}.weight"]
-        if theirs.endswith("attn_q"):
-            array = interleaved(weight, config.num_attention_heads)
-        elif theirs.endswith("attn_k"):
-            array = interleaved(weight, config.num_key_value_heads)
-        else:
-            array = weight.numpy()
-        if leave_out not in theirs:
-            writer.add_tensor(f"{theirs}.weight", np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_is_an_ordinary_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model("llama")
-    write_gguf(tmp_path / "tiny.gguf", model)
-    loaded = load(tmp_path / "tiny.gguf")
-    assert capfd.readouterr() == ("", "")
-    tokens = torch.tensor([[5, 6, 7, 50, 60]])
-    with torch.inference_mode():
-        torch.testing.assert_close(loaded.model(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
-    assert eos_ids(loaded) == (2,)
-    assert loaded.tokenizer is not None
-    assert loaded.tokenizer.convert_tokens_to_ids("</s>") == 2
-    assert loaded.report.dtype == "float32"
-
-
-def test_a_gguf_file_that_lacks_weights_is_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "half.gguf", tiny_model("llama"), leave_out="ffn_up")
-    with pytest.raises(ModelRefused, match=r"half.gguf lacks weights .*up_proj"):
-        load(tmp_path / "half.gguf")
+    for draft in (with_tokenizer(None), with_tokenizer(tiny_tokenizer()), with_tokenizer(None, 128)):
+        assert same_tokenizer(target, draft) is None
+        assert same_tokenizer(draft, target) is None

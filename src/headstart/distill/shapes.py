@@ -118,7 +118,7 @@ def shallow_copy(donor: PreTrainedModel, layers: Sequence[int] | int, **override
         if not hasattr(text, name):
             raise InvalidParameter(name, f"is not a setting of {type(text).__name__}")
         setattr(text, name, value)
-    draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     prefix = next(name for name, module in donor.named_modules() if module is stack)
     mine = draft.state_dict()
     with torch.no_grad():

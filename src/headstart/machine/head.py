@@ -176,8 +176,8 @@ def head_folder(source: object) -> Path | None:
         return None
     path = Path(source).expanduser()
     try:
-        config = json.loads((path / _CONFIG).read_text())
-    except (OSError, ValueError):
+        config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
     return path if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE else None
 
@@ -201,10 +201,11 @@ def load_head(folder: Path) -> HeadNet:
     try:
         config = HeadConfig.of(json.loads((folder / _CONFIG).read_text()))
         tensors = load_file(folder / _WEIGHTS)
+        net = HeadNet(config, tensors["ids"])
+        net.load_state_dict({name: t if name == "ids" else t.float() for name, t in tensors.items()})
     except OSError as error:
         raise ModelNotFound(f"{folder} holds no draft head ({error})") from error
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ModelRefused(f"the draft head in {folder} cannot be read: {error}") from error
-    net = HeadNet(config, tensors["ids"])
-    net.load_state_dict({name: t if name == "ids" else t.float() for name, t in tensors.items()})
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ModelRefused(f"the draft head in {folder} cannot be read ({type(error).__name__}: {text})") from error
     return net.eval().requires_grad_(False)

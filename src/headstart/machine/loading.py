@@ -8,23 +8,19 @@ Weights are read from safetensors or GGUF only. Pickle runs code when it is read
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import cached_file
-from transformers.utils import logging as hf_logging
 
-from ..errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
+from ..errors import HeadstartError, InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
+from .faults import check_folder, check_snapshot, explained, local_path
+from .gguf import is_gguf, read_gguf, read_header
+from .hub import Remote, found_at
+from .quiet import quiet
 from .refusals import model_class, refusals, refuse
 from .runner import attention_kinds, context_limit
 
@@ -34,12 +30,11 @@ if TYPE_CHECKING:  # what makes models takes seconds to import, and a model whos
 __all__ = [
     "Capability",
     "Loaded",
-    "architecture",
     "capability",
     "device_for",
     "eos_ids",
     "fetch_tokenizer",
-    "found_at",
+    "find_model",
     "load",
     "quiet",
     "read_gguf",
@@ -96,10 +91,10 @@ def load(
     one. ``token`` (or HF_TOKEN) opens gated repositories. Raises ``ModelRefused`` or ``ModelNotFound``.
     """
     wanted, place = _dtype(dtype), device_for(device)
-    remote = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    remote = Remote(revision, token, local_files_only, trust_remote_code)
     if trust_remote_code:
         warnings.warn("trust_remote_code is on: code from the model's repository will run here", stacklevel=2)
-        remote["trust_remote_code"] = True
+    notes: tuple[str, ...] = ()
     if not isinstance(model, (str, Path)):
         if not hasattr(model, "config"):
             raise InvalidParameter(
@@ -112,16 +107,18 @@ def load(
     else:
         if wanted is None and place.type == "cpu" and device_map is None:
             wanted = torch.float32
-        ready, own = _fetch(model, wanted, device_map, remote)
+        ready, own, notes = _fetch(model, wanted, device_map, remote)
         if device_map is None:
             ready = ready.to(place)
     if isinstance(tokenizer, (str, Path)):
         own = fetch_tokenizer(str(tokenizer), remote)
+        if own is None:
+            raise ModelNotFound(f"there is no tokenizer in {tokenizer}")
     elif tokenizer is not None:
         own = tokenizer
     report = capability(ready, own)
     refuse(report.reasons)
-    return Loaded(ready.eval(), own, report)
+    return Loaded(ready.eval(), own, replace(report, notes=report.notes + notes))
 
 
 def device_for(device: str | torch.device | None) -> torch.device:
@@ -189,29 +186,13 @@ def eos_ids(loaded: Loaded) -> tuple[int, ...]:
     return tuple(sorted(token for token in found if 0 <= token < loaded.report.vocab_size))
 
 
-def architecture(name: str | Path, revision: str | None = None) -> str | None:
-    """The class that a model's own files name. None if that is not known without fetching them."""
-    try:
-        place = found_at(name, revision=revision, local_files_only=True)
-        named = json.loads((place / "config.json").read_text()).get("architectures")
-    except (OSError, ValueError):
-        return None
-    return str(named[0]) if named else None
-
-
-def found_at(name: str | Path, **hub: Any) -> Path:
-    """The folder or file that a model is named by; of one on the hub the snapshot, which is fetched unless ``hub`` says
-    otherwise. Raises OSError or ValueError."""
-    path = Path(name).expanduser()
-    return path if path.exists() else Path(str(cached_file(str(name), "config.json", **hub))).parent
-
-
 def same_tokenizer(a: Loaded, b: Loaded) -> str | None:
-    """Why b's token ids do not mean what a's mean, or None when they do. Without tokenizers, sizes are compared."""
+    """Why b's token ids do not mean what a's mean; None when they do, or when one has no tokenizer to compare.
+
+    Sizes of output heads say nothing: one tokenizer's models are padded to different sizes.
+    """
     if a.tokenizer is None or b.tokenizer is None:
-        if a.report.vocab_size == b.report.vocab_size:
-            return None
-        return f"their vocabularies have {a.report.vocab_size} and {b.report.vocab_size} tokens"
+        return None
     mine, other = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
     if mine == other:
         return None
@@ -226,143 +207,98 @@ def same_tokenizer(a: Loaded, b: Loaded) -> str | None:
     )
 
 
-def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read a GGUF file into an ordinary model. Quantized weights become ordinary numbers again (``dtype``, float32)."""
-    if find_spec("gguf") is None:
-        raise MissingExtra("gguf", "gguf")
-    # Not from_pretrained(gguf_file=...), which wants the package accelerate for this; the reader itself does not.
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    with quiet(), redirect_stderr(io.StringIO()):  # the reader draws a bar that cannot be switched off
-        settings = dict(load_gguf_checkpoint(str(path))["config"])
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        refuse(refusals(config, model_class(config)))
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
-        weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-        missing, _ = model.load_state_dict(weights, strict=False)
-        model.tie_weights()
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-        lost = [name for name in missing if name not in tied]
-        if lost:
-            raise ModelRefused(f"{path.name} lacks weights that {type(model).__name__} needs, such as {lost[0]}")
-        # Not AutoTokenizer: it reads the whole header once more, only to learn that it needs this class.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was encoded
-    for name in ("bos_token", "eos_token"):  # transformers 5.17 mixes them up; the header has them right
-        number = getattr(config, f"{name}_id", None)
-        if isinstance(number, int):
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    return model, tokenizer
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars: reading local weights takes seconds, and their bars would cut through a program's output."""
-    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
 # -- where it comes from ------------------------------------------------------------------------------------------
 
 
+def find_model(name: str | Path, remote: Remote) -> Path:
+    """The folder or file of a model, fetched only as far as its configuration. Raises ModelNotFound or ModelRefused."""
+    path = local_path(name)
+    if path is not None:
+        return path
+    try:
+        return found_at(name, remote)
+    except (OSError, ValueError) as error:
+        raise explained(name, error, remote) from error
+
+
 def _fetch(
-    name: str | Path, dtype: torch.dtype | None, device_map: Any, remote: dict[str, Any]
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelNotFound(f"there is no file {path}")
-        return read_gguf(path, dtype)
+    name: str | Path, dtype: torch.dtype | None, device_map: Any, remote: Remote
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, tuple[str, ...]]:
+    """The model, its tokenizer, and what there is to say of its weights."""
+    path = local_path(name)
+    if path is not None and is_gguf(path) and path.is_file():
+        header = read_header(path)
+        model, tokenizer = read_gguf(path, dtype)
+        return model, tokenizer, (header.weights(str(model.dtype).removeprefix("torch.")),)
     if device_map is not None and find_spec("accelerate") is None:
         raise MissingExtra("accelerate", "placement")
-    if path.is_dir():
-        _check_folder(path)
-        with quiet():
-            return _pretrained(str(path), dtype, device_map, remote), fetch_tokenizer(str(path), remote)
-    if isinstance(name, Path) or str(name).startswith(("/", "./", "../", "~")) or str(name).count("/") > 1:
-        raise ModelNotFound(f"there is no folder {path}")
-    return _pretrained(str(name), dtype, device_map, remote), fetch_tokenizer(str(name), remote)
+    if path is None and not remote.offline:
+        return _pretrained(str(name), dtype, device_map, remote), fetch_tokenizer(str(name), remote), ()
+    if path is None:
+        path = find_model(name, remote)
+        check_snapshot(name, path)
+    elif not path.is_dir():
+        raise ModelRefused(f"{path} is a file: name the folder of the model, or a .gguf file")
+    else:
+        check_folder(path)
+    with quiet():
+        return _pretrained(str(path), dtype, device_map, remote), fetch_tokenizer(str(path), remote), ()
 
 
-def _check_folder(path: Path) -> None:
-    """Say what is wrong with a folder before transformers does in many more words."""
-    names = os.listdir(path)
-    if "adapter_config.json" in names and "config.json" not in names:
-        raise ModelRefused(
-            f"{path} is an adapter, not a model: merge it into its base model first (peft merge_and_unload)"
-        )
-    if "config.json" not in names:
-        gguf = next((name for name in sorted(names) if name.endswith(".gguf")), None)
-        hint = f"; to use the GGUF file in it, name {path / gguf}" if gguf else ""
-        raise ModelNotFound(f"{path} holds no model (no config.json){hint}")
-    if not any(name.endswith(".safetensors") for name in names):
-        if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
-            raise ModelRefused(_PICKLE.format(name=path))
-        raise ModelNotFound(f"{path} holds no weights (no .safetensors file)")
-
-
-_PICKLE = (
-    "{name} has its weights in pickle files, which can run any code when they are read; convert them where you trust "
-    "them: AutoModelForCausalLM.from_pretrained(old).save_pretrained(new) writes safetensors"
-)
-
-
-def _pretrained(name: str, dtype: torch.dtype | None, device_map: Any, remote: dict[str, Any]) -> PreTrainedModel:
+def _pretrained(name: str, dtype: torch.dtype | None, device_map: Any, remote: Remote) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    model: PreTrainedModel
     try:
-        config = AutoConfig.from_pretrained(name, **remote)
+        config = AutoConfig.from_pretrained(name, **remote.options)
         refuse(refusals(config, model_class(config)))  # before gigabytes are read
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype or "auto", device_map=device_map, use_safetensors=True, **remote
+        model, about = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype or "auto",
+            device_map=device_map,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # named below, where transformers points at its log
+            output_loading_info=True,
+            **remote.options,
         )
-    except (OSError, ValueError) as error:
-        raise _explained(name, error) from error
+    except (HeadstartError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # damaged files raise whatever their readers happen to meet
+        raise explained(name, error, remote) from error
+    # transformers would go on with random numbers in their place.
+    odd, lost = sorted(about["mismatched_keys"]), sorted(about["missing_keys"])
+    if odd:
+        weight, its, wanted = odd[0]
+        raise ModelRefused(
+            f"{name} has weights of other shapes than its config.json says, such as {weight}: {list(its)} instead of "
+            f"{list(wanted)}"
+        )
+    if lost:
+        raise ModelRefused(f"{name} lacks weights that {type(model).__name__} needs, such as {lost[0]}")
     return model
 
 
-def _explained(name: str, error: Exception) -> Exception:
-    """transformers' error in one sentence, as the fault it is."""
-    text = " ".join(str(error).split())
-    if "model.safetensors" in text and ("no file" in text or "not appear to have a file" in text):
-        return ModelRefused(_PICKLE.format(name=name) + " (or its repository holds no weights at all)")
-    if "trust_remote_code" in text:
-        return ModelRefused(
-            f"{name} needs code from its own repository; if you have read it and trust it, pass trust_remote_code=True"
-        )
-    if "gated" in text or "401" in text or "403" in text:
-        return ModelNotFound(
-            f"{name} cannot be opened: accept its terms on huggingface.co and set HF_TOKEN ({text[:200]})"
-        )
-    if isinstance(error, OSError):
-        return ModelNotFound(
-            f"no model {name!r}: not a folder here, and not found on the Hugging Face hub ({text[:200]})"
-        )
-    return ModelRefused(f"transformers cannot load {name}: {text[:300]}")
-
-
-def fetch_tokenizer(name: str, remote: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+def fetch_tokenizer(name: str, remote: Remote) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or of a model on the hub; None if it has none."""
     path = Path(name)
-    if path.is_dir() and not any((path / file).exists() for file in _TOKENIZER_FILES):
+    if not path.is_dir() and remote.offline:
+        path = find_model(name, remote)
+    here = path.is_dir()
+    if here and not any((path / file).exists() for file in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
+    source = str(path) if here else name
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **remote)
-    except (OSError, ValueError) as error:
-        if path.is_dir():
-            raise ModelRefused(
-                f"the tokenizer in {name} cannot be read: {' '.join(str(error).split())[:300]}"
-            ) from error
-        return None  # a hub repository without one; the report says so
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **remote.options)
+    except (HeadstartError, MemoryError):
+        raise
+    except Exception as error:  # the library tokenizers raises nothing more telling
+        reason = explained(source, error, remote, "the tokenizer")
+        if not here and isinstance(reason, ModelNotFound):
+            return None  # a hub repository without one; the report says so
+        raise reason from error
     return found
 
 

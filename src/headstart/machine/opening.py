@@ -9,6 +9,7 @@ weights. A draft's guesses are checked by the target, so there "auto" rounds wha
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,13 @@ from . import fused
 from .cpu.build import why_not as no_kernels
 from .cpu.opening import check_quantization, described, open_packed, reason_against
 from .cpu.packed import Packed
+from .cpu.packed import why_not as why_not_packed
 from .cpu.runner import CpuRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .fused.lower import CLASSES
-from .loading import Capability, Loaded, architecture, device_for, load
+from .gguf import Header, is_gguf, read_header
+from .hub import Remote, architecture
+from .loading import Capability, Loaded, device_for, load
 from .runner import EagerRunner
 from .shelf import keep, place_for, take
 
@@ -67,7 +71,7 @@ def what_loads(source: str | Path | PreTrainedModel) -> str:
         return "loading SmolLM2-135M-Instruct (embedded)"
     if not isinstance(source, (str, Path)):
         return f"loading {type(source).__name__}"
-    return f"loading {source}" if Path(source).expanduser().exists() else ""
+    return f"loading {source}" if os.path.exists(Path(source).expanduser()) else ""
 
 
 def ready_to_compile(
@@ -113,9 +117,27 @@ def load_target(
         return ready
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
     ours = isinstance(source, (str, Path))
+    if isinstance(source, (str, Path)) and is_gguf(source):
+        loaded = _own_bits(loaded, read_header(Path(source).expanduser()), kind)
     # Asked again: only now a model from the hub has all its files here.
     place = _place(source, kind, dtype, revision, placement) if tokenizer is None else None
     return Opened(loaded, kind, ours=ours, place=place)
+
+
+def _own_bits(loaded: Loaded, header: Header, kind: str | None) -> Loaded:
+    """The target with a note about its file's own bits: whether they are kept, or how to run them."""
+    on_cpu = loaded.model.device.type == "cpu"
+    note = None
+    if kind is not None:
+        if on_cpu and kind == header.own_bits():
+            note = f"{kind} keeps the very numbers of the file's {header.kind} layers"
+    elif (why_not_packed(loaded.model) if on_cpu else fused.reason_against(loaded.model, "int4")) is None:
+        note = header.advice(exact=on_cpu)
+    if note is None:
+        return loaded
+    if kind is None:
+        log.warning("%s; %s", header.weights(loaded.report.dtype), note)
+    return replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, note)))
 
 
 def load_draft(
@@ -211,7 +233,7 @@ def _taken(
     place = _place(source, kind, dtype, revision, placement)
     if place is None or not isinstance(source, (str, Path)):
         return None
-    found = take(place, source, {"revision": revision, "token": placement.get("token")})
+    found = take(place, source, Remote(revision, placement.get("token")))
     return Opened(found[0], kind, found[1]) if found is not None else None
 
 

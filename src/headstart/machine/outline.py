@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from .loading import Capability, Loaded, quiet
+from .loading import Capability, Loaded
+from .quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ def outlined(folder: Path, report: Capability, tokenizer: PreTrainedTokenizerBas
     """The model that ``folder`` has the configuration of (and the tokenizer, if none is given)."""
     with quiet():
         # The base class: a family's own imports all of transformers, and nothing but names and numbers is asked for.
-        config = PreTrainedConfig.from_pretrained(folder)
+        config = PreTrainedConfig.from_pretrained(folder, trust_remote_code=False)
         generation = None
         if (folder / "generation_config.json").exists():
             generation = GenerationConfig.from_pretrained(folder)
@@ -52,10 +53,10 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder; without asking for its family where its own files say that it has none."""
     settings = folder / "tokenizer_config.json"
     if settings.exists() and json.loads(settings.read_text()).get("tokenizer_class") in _PLAIN_TOKENIZERS:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def report_text(report: Capability) -> str:

@@ -17,11 +17,12 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .cache import cache_folder
 from .cpu.packed import VERSION, Packed, load_packed, said_about, save_packed
-from .loading import Loaded, fetch_tokenizer, found_at
+from .hub import Remote, found_at
+from .loading import Loaded, fetch_tokenizer
 from .outline import outlined, report_from, report_text
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def place_for(
 ) -> Path | None:
     """Where a packed copy of the model belongs, be it there or not; None if the model is not on this disk."""
     try:
-        path = found_at(source, revision=revision, token=token)  # on the hub: what the revision stands for now
+        path = found_at(source, Remote(revision, token))  # on the hub: what the revision stands for now
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     except (OSError, ValueError):
@@ -49,7 +50,7 @@ def place_for(
     return _shelf() / f"{path.stem[:40]}-{kind}-{hashlib.sha256(about.encode()).hexdigest()[:20]}"
 
 
-def take(place: Path | None, source: str | Path, remote: dict[str, Any]) -> tuple[Loaded, Packed] | None:
+def take(place: Path | None, source: str | Path, remote: Remote) -> tuple[Loaded, Packed] | None:
     """The packed copy and what else there is to know of the model; None if there is none."""
     if place is None or not (place / _WEIGHTS).exists():
         return None
