@@ -6,7 +6,7 @@ Knows: which parts a target and a wish for a draft need. Does not know: how any 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,10 +21,11 @@ from .drafters.portfolio import PortfolioDrafter
 from .drafters.watched import WatchedRunner
 from .engine.engine import Engine
 from .engine.opening import open_captured
-from .errors import InvalidParameter, ModelRefused
+from .errors import InvalidParameter, ModelNotFound, ModelRefused
 from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.head import head_folder
-from .machine.loading import Capability, Loaded, eos_ids, same_tokenizer
+from .machine.hub import Remote
+from .machine.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
 from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for, what_loads
 from .machine.progress import Tell, telling
 from .machine.runner import EagerRunner
@@ -70,6 +71,7 @@ def assemble(
         source: Model = embedded_folder(tell) if model is None else model
         if draft == "auto" and not is_embedded(source):
             draft = "lookup"
+        _check_name(draft, placement)  # before gigabytes are read
         tell(what_loads(source))
         opened = load_target(source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
         longest = _context(config, opened.loaded.report)
@@ -111,7 +113,7 @@ def assemble(
         max_gamma=config.draft.most,
         torch_threads=_torch_threads(runner, drafter),
     )
-    return Assembled(engine, target, codec)
+    return Assembled(engine, makes.target, codec)
 
 
 def _context(config: Config, report: Capability) -> int:
@@ -120,6 +122,20 @@ def _context(config: Config, report: Capability) -> int:
     if asked is not None and report.max_context and asked > report.max_context:
         raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
     return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
+
+
+def _check_name(draft: Model | Drafter | None, placement: dict[str, Any]) -> None:
+    """Refuse a draft that is neither a drafter's name nor a model that can be had."""
+    names = ["auto", *registered_drafters()]
+    if draft is None or draft in names or isinstance(draft, Drafter) or hasattr(draft, "config"):
+        return
+    if not isinstance(draft, (str, Path)):
+        raise InvalidParameter("draft", f"must be a drafter's name, a model, a Drafter or None, not {draft!r}")
+    try:
+        find_model(draft, Remote(token=placement.get("token")))
+    except ModelNotFound as error:
+        known = ", ".join(map(repr, names))
+        raise ModelNotFound(f"draft {str(draft)!r} is no drafter's name (there are {known}), and {error}") from error
 
 
 @dataclass
@@ -162,6 +178,7 @@ class _Drafters:
                 f"the draft cannot guess for this target: {difference}. Use a draft of the same family, "
                 "or draft='lookup', which needs no second model."
             )
+        self._note_sizes(loaded)
         if loaded.report.max_context and loaded.report.max_context < longest:
             raise ModelRefused(
                 f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
@@ -174,6 +191,17 @@ class _Drafters:
             prefill_chunk=self.config.engine.prefill_chunk,
             least_hope=lambda: self._now.least_hope(),
         )
+
+    def _note_sizes(self, draft: Loaded) -> None:
+        """Without two tokenizers to compare, the user is told what is taken for granted."""
+        sizes = self.target.report.vocab_size, draft.report.vocab_size
+        if sizes[0] == sizes[1] or (self.target.tokenizer is not None and draft.tokenizer is not None):
+            return
+        note = (
+            f"the target has {sizes[0]} tokens and the draft {sizes[1]}, and there are no two tokenizers to compare: "
+            f"the first {min(sizes)} are taken to be the same, and only they are drafted; the text stays the target's"
+        )
+        self.target = replace(self.target, report=replace(self.target.report, notes=(*self.target.report.notes, note)))
 
     def _head(self, folder: Path, target: WatchedRunner) -> HeadDrafter:
         def hopes() -> tuple[float, float]:

@@ -140,6 +140,9 @@ def _student(target: Loaded, corpus: Corpus, settings: DistillSettings, donor: s
     if donor is not None:
         source = load(donor, dtype=torch.float32)
         difference = same_tokenizer(target, source)
+        sizes = target.report.vocab_size, source.report.vocab_size
+        if sizes[0] != sizes[1] and (target.tokenizer is None or source.tokenizer is None):
+            difference = f"their vocabularies have {sizes[0]} and {sizes[1]} tokens, with no two tokenizers to compare"
         if difference is not None:
             raise InvalidParameter("donor", f"cannot lend its layers: {difference}")
     if settings.width is not None:

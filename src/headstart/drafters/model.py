@@ -24,6 +24,7 @@ __all__ = ["ModelDrafter"]
 
 # A row that is further behind than this is brought level on its own, so that the others are not padded to it.
 CATCH_UP = 8
+STAND_IN = 0  # what a token is read as that the draft does not know
 
 
 class ModelDrafter(Drafter):
@@ -51,6 +52,8 @@ class ModelDrafter(Drafter):
         self.prefill_chunk = prefill_chunk
         self._least_hope = least_hope if runner.device.type == "cpu" else None
         self.ends_itself = self._least_hope is not None
+        # A target may write ids that the draft has no embedding for; they are read as another token then.
+        self._knows = runner.vocab_size if runner.vocab_size < vocab_size else None
         self._level: dict[str, int] = {}  # sequence id -> leading tokens known to be right in its row
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
@@ -84,16 +87,25 @@ class ModelDrafter(Drafter):
         row = self.runner.slab.row(view.id)
         known = min(level, self.runner.slab.lengths[row], self._level[view.id])
         self.runner.slab.truncate(row, known)
-        self.runner.slab.extend(row, view.tokens[known:level])
+        self.runner.slab.extend(row, self._readable(view.tokens[known:level]))
         self._level[view.id] = level
 
     def fit(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits in the target's width."""
         return fit(logits, self.width)
 
+    def readable(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Committed tokens as the draft can read them."""
+        return tokens if self._knows is None else tokens.where(tokens < self._knows, STAND_IN)
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        if self._knows is None:
+            return tokens
+        return [token if token < self._knows else STAND_IN for token in tokens]
+
     def _bring_level(self, view: DraftView, catch_up: int = CATCH_UP) -> None:
         """Make the row hold a prefix of the committed tokens that lacks at most ``catch_up`` of them."""
-        slab, tokens = self.runner.slab, view.tokens
+        slab, tokens = self.runner.slab, self._readable(view.tokens)
         if view.id not in self._level:
             self._level[view.id] = slab.acquire(view.id, tokens)
             slab.promote(view.id)
@@ -116,7 +128,9 @@ class ModelDrafter(Drafter):
         keys = keys[: last_asked + 1]
         rows = len(keys)
         levels = [slab.lengths[row] for row in range(rows)]
-        feed = [asked[key][0].tokens[levels[row] :] if key in asked else [0] for row, key in enumerate(keys)]
+        feed = [
+            self._readable(asked[key][0].tokens[levels[row] :]) if key in asked else [0] for row, key in enumerate(keys)
+        ]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
         pen = Pen(views, self.vocab_size, self.width, device, inner=self.runner.inner)

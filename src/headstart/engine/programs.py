@@ -162,7 +162,7 @@ class Programs:
             words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.inner)
             keys = tuple(_aligned(word.T) for word in words)
         for line, i in enumerate(steps):
-            before = drafts[i - 1, :rows, None] if i else fed
+            before = drafts[i - 1, :rows, None] if i else self._drafter.readable(fed)
             logits = self._drafter.fit(runner.device_forward(before, slots[line], 1, shape.bound)[:, 0])
             mine = None if keys is None else (keys[0][line], keys[1][line])
             outputs = s.outputs[:rows] if history is None else s.outputs[:rows] + i
