@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from transformers import dynamic_module_utils
+from typer.testing import CliRunner
 
 from headstart.api import LLM
+from headstart.cli.main import app
 from headstart.errors import ModelRefused
 from headstart.machine.loading import load, quiet
 from headstart.testing import tiny_model, tiny_tokenizer
@@ -89,6 +91,16 @@ def test_a_folders_code_does_not_run(
     assert not mark.exists(), "the folder's code ran"
     assert someone_says_yes.tell() == 0, "nobody may be asked"
     assert "\n" not in str(refusal.value)
+
+
+def test_the_command_line_cannot_be_answered_either(tmp_path: Path, modules: None) -> None:
+    """``yes | headstart generate --model FOLDER``."""
+    mark = tmp_path / "mark"
+    folder = write(tmp_path / "model", "config", mark)
+    result = CliRunner().invoke(app, ["generate", "--model", str(folder), "Hello"], input="y\n" * 50)
+    assert result.exit_code == 2
+    assert not mark.exists()
+    assert "trust_remote_code=True" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("part", ["config", "tokenizer"])

@@ -35,12 +35,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "coupled": {"temperature": 1.0, "seed": 7, "verification": "coupled"},
     "block": {"temperature": 1.0, "seed": 7, "verification": "block"},
 }
-TIED = {"tie_word_embeddings": False}
 
 
-def alike(rows: int, like: Any | None = None, **overrides: Any) -> Any:
+def alike(rows: int, like: Any | None = None, *, architecture: str = "llama", **overrides: Any) -> Any:
     """A tiny model with a head of so many rows; its weights are those of ``like`` wherever both have them."""
-    model = tiny_model("llama", vocab_size=rows, **TIED, **overrides)
+    model = tiny_model(architecture, vocab_size=rows, tie_word_embeddings=False, **overrides)
     if like is not None:
         theirs = like.state_dict()
         with torch.no_grad():
@@ -162,6 +161,24 @@ def test_rounds_on_the_device(target_rows: int, draft_rows: int, overlap: bool) 
     assert drafted.stats.accepted > 0
     if target_rows > draft_rows:
         assert any(token >= draft_rows for ids in found for token in ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("target_rows", "draft_rows"), SIZES)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_recorded_rounds(architecture: str, target_rows: int, draft_rows: int) -> None:
+    """On fused kernels, which look at no id before they read a row for it, and through a model's own modules."""
+    fused = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    shape = fused if architecture == "llama" else {}
+    target = alike(target_rows, architecture=architecture, **shape).to("cuda")
+    draft = alike(draft_rows, target, architecture=architecture, **shape).to("cuda")
+    llm = LLM(target, draft, gamma=3, max_model_len=96, max_rows=3)
+    assert llm.engine.parts.captured is not None
+    found = answers(llm, prompts(target_rows), temperature=0.0)
+    assert still_drafting(llm), llm.engine.inactive_reason
+    if target_rows > draft_rows:
+        assert any(token >= draft_rows for ids in found for token in ids)
+    assert found == answers(LLM(target, None, max_model_len=96, max_rows=3), prompts(target_rows), temperature=0.0)
 
 
 # -- the law, where ids alone cannot tell
