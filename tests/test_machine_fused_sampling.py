@@ -37,6 +37,13 @@ BATCHES: dict[str, list[dict[str, Any]]] = {
     "wide": [{"top_p": 0.99999, "temperature": 2.0}, {"top_p": 0.0001, "temperature": 1.0}],
     "top_k": [{"top_k": 5, "temperature": 0.7}, {"top_k": 50, "temperature": 1.3}, {"temperature": 1.0}, {"top_k": 1}],
     "min_p": [{"min_p": 0.1, "temperature": 0.7}, {"temperature": 1.3}],
+    "bounds": [
+        {"temperature": 1e-30},
+        {"temperature": 100.0, "top_p": 5e-324},
+        {"temperature": 1e-30, "min_p": 1.0, "top_k": 2**63 - 1},
+        {"temperature": 100.0, "min_p": 1e-45},
+        {"temperature": 1.0, "top_p": 1e-45, "top_k": 1},
+    ],
     "all": [
         {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7},
         {"top_k": 50, "top_p": 0.8, "temperature": 1.3},
