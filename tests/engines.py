@@ -74,7 +74,7 @@ def tree_drafter(draft: torch.Tensor) -> ScriptedDrafter:
         first, second = draft[before, tokens[-1]].topk(2).indices.tolist()
         below = int(draft[tokens[-1], second].argmax())
         last = int(draft[second, below].argmax())
-        return Proposal((first, second, below, last)[: budget + 1], (-1, -1, 1, 2)[: budget + 1])
+        return Proposal((first, second, below, last)[:budget], (-1, -1, 1, 2)[:budget])
 
     return ScriptedDrafter(guess)
 

@@ -35,6 +35,9 @@ class Drafter(ABC):
     #: True when the drafter itself ends a draft that is not likely enough to hold, by ``Controller.least_hope``: the
     #: budget is then only a ceiling.
     ends_itself: bool = False
+    #: True when q comes straight from the sampler that drew the tokens (``pen``): its shape is still checked in every
+    #: round, but no longer whether its values are a distribution.
+    sound_q: bool = False
 
     @abstractmethod
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:

@@ -43,6 +43,7 @@ class HeadDrafter(Drafter):
     """Drafts chains, or trees of the likeliest tokens, with a head trained for this target."""
 
     name = "head"
+    sound_q = True
 
     def __init__(
         self,

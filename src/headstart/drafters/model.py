@@ -31,6 +31,7 @@ class ModelDrafter(Drafter):
     """Drafts chains with a causal language model that shares the target's tokenizer."""
 
     name = "model"
+    sound_q = True
 
     def __init__(
         self,

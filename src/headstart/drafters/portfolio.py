@@ -33,6 +33,7 @@ class PortfolioDrafter(Drafter):
         self.lookup = LookupDrafter(min_match=long_match)
         self.name = f"{costly.name}+lookup"
         self.ends_itself = costly.ends_itself
+        self.sound_q = costly.sound_q
         self._budgets = budgets
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:

@@ -28,7 +28,7 @@ from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
 from .programs import DeviceRunner, Logprobs, Programs, Shape
 from .sequence import Sequence
 
-__all__ = ["CapturedRounds", "DeviceRunner", "Flight", "Outcome", "draft_lengths"]
+__all__ = ["CapturedRounds", "DeviceRunner", "DraftFailed", "Flight", "Outcome", "draft_lengths"]
 
 KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -43,6 +43,10 @@ def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ..
     ``few``: a coarser choice, where recording takes long.
     """
     return (0, most) if fixed else tuple(sorted({*(n for n in (_FEW_LENGTHS if few else _LENGTHS) if n < most), most}))
+
+
+class DraftFailed(Exception):
+    """The draft model could not be brought level; nothing was launched, and the target's rows are as they were."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,10 @@ class CapturedRounds:
         if self._drafter is not None:
             draft = self._drafter.runner.slab
             if drafting:
-                self._drafter.align(sequences)
+                try:
+                    self._drafter.align(sequences)
+                except Exception as error:
+                    raise DraftFailed from error
         rows = next(n for n in self._buckets if n >= len(sequences))
         self._state.settle(sequences, idle_lengths(self._target.slab, draft, len(sequences), rows), limits)
 

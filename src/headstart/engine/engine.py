@@ -30,7 +30,8 @@ from ..machine.runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
 from .handle import Handle
-from .round import Parts, play
+from .parts import Parts
+from .round import play
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
 from .stats import EngineStats
@@ -261,8 +262,7 @@ class Engine:
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.retire(sequence)
-        if self.parts.drafter is not None:
-            self.parts.drafter.release(sequence.id)
+        self.parts.release_drafter(sequence.id)
         self._close(sequence)
 
     def _close(self, sequence: Sequence) -> None:

@@ -9,53 +9,19 @@ Knows: the order of things in a round. Does not know: how a guess is made, how a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
-from ..controller import Controller
-from ..drafters.base import Drafter
-from ..machine.runner import ModelRunner
 from ..types import Proposal, Round, Verdict
-from .captured import CapturedRounds, Outcome
+from .captured import DraftFailed, Outcome
 from .judge import Batch, judge, logprobs_along
+from .parts import Parts
+from .proposal_check import checked
 from .sequence import Emission, Sequence
 
 __all__ = ["Parts", "play"]
-
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Parts:
-    """What a round is played with."""
-
-    runner: ModelRunner
-    drafter: Drafter | None
-    controller: Controller
-    vocab_size: int  # ids at and past this are never emitted
-    max_len: int
-    max_gamma: int = 64
-    captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
-    inactive: str | None = None  # why there is no speculation, for people
-
-    def drop_drafter(self, error: Exception) -> None:
-        """The text goes on without it, and everybody can see why."""
-        assert self.drafter is not None
-        self.inactive = f"the drafter {self.drafter.name!r} failed: {error}"
-        log.warning("speculation is off from here on: %s", self.inactive, exc_info=error)
-        self.drafter = None
-
-    def reset_drafter(self) -> None:
-        """After an interruption: it forgets every sequence."""
-        if self.drafter is not None:
-            try:
-                self.drafter.reset()
-            except Exception as error:
-                self.drop_drafter(error)
 
 
 def play(parts: Parts, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> list[Round]:
@@ -101,8 +67,7 @@ def _commit(parts: Parts, sequences: list[Sequence], first_row: int, outcome: Ou
         slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
     if parts.captured is not None and outcome.logits is None:
         parts.captured.committed(sequences, outcome)
-    if parts.drafter is not None:
-        parts.drafter.commit(sequences, outcome.verdicts)
+    parts.tell_drafter(sequences, outcome.verdicts)
     return kept
 
 
@@ -119,11 +84,15 @@ def _captured(
         gamma = max(parts.controller.budgets(sequences, room))
     if not rounds.in_flight and not rounds.fits(sequences, gamma):
         return None
-    return rounds.play(sequences, gamma, ahead=ahead)
+    try:
+        return rounds.play(sequences, gamma, ahead=ahead)
+    except DraftFailed as failure:  # before anything was launched
+        parts.drop_drafter(failure.__cause__ or failure)
+        return rounds.play(sequences, 0, ahead=ahead) if rounds.fits(sequences, 0) else None
 
 
 def _draft(parts: Parts, sequences: list[Sequence], *, reading: bool) -> list[Proposal | None]:
-    """Ask for guesses. A drafter that fails is dropped for good: the text goes on without it.
+    """Ask for guesses. A drafter that fails, or proposes nonsense, is dropped for good: the text goes on without it.
 
     ``reading``: the round also reads the end of a prompt. A draft model with recordings does not guess there: step by
     step it would take longer than the round after it.
@@ -136,12 +105,19 @@ def _draft(parts: Parts, sequences: list[Sequence], *, reading: bool) -> list[Pr
         return nothing
     try:
         budgets = parts.controller.budgets(sequences, limits)
-        proposals = parts.drafter.propose(sequences, budgets)
-        proposals = parts.controller.trim(sequences, proposals)
+        if not any(budgets):
+            return nothing
+        found = checked(
+            parts.drafter.propose(list(sequences), list(budgets)),
+            budgets,
+            width=parts.runner.vocab_size,
+            device=parts.runner.device,
+            sound_q=parts.drafter.sound_q,
+        )
+        return parts.controller.trim(sequences, found)
     except Exception as error:
         parts.drop_drafter(error)
         return nothing
-    return [p if p is not None and len(p) else None for p in proposals]
 
 
 def _limit(parts: Parts, sequence: Sequence) -> int:
@@ -192,7 +168,7 @@ def _records(
     parts: Parts, sequences: list[Sequence], outcome: Outcome, kept: Seq[int], behind: Seq[int], seconds: float
 ) -> list[Round]:
     """The telemetry of the round, a record for each sequence."""
-    rounds = []
+    rounds, drafter = [], parts.drafter_name
     widest = max(len(p) if p is not None else 0 for p in outcome.proposals)
     for i, (sequence, proposal) in enumerate(zip(sequences, outcome.proposals, strict=True)):
         verdict = outcome.verdicts[i]
@@ -212,7 +188,7 @@ def _records(
             round_seconds=seconds,
             outcomes=(True,) * len(path) + (False,) * (len(path) < drafted) if chain else (),
             strength=proposal.strength if proposal is not None else 0,
-            drafter=parts.drafter.name if parts.drafter is not None else "",
+            drafter=drafter,
         )
         if kept[i]:
             sequence.record(record)

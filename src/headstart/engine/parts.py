@@ -1,0 +1,86 @@
+"""What a round is played with, and what becomes of a drafter that fails.
+
+Knows: the parts, and that a drafter may be anybody's code: whatever it raises costs speed, never a request.
+Does not know: what happens in a round (``round``), or what a proposal must look like (``proposal_check``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from ..controller import Controller
+from ..drafters.base import Drafter
+from ..machine.runner import ModelRunner
+from ..types import Verdict
+from .captured import CapturedRounds
+from .sequence import Sequence
+
+__all__ = ["Parts"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """What a round is played with."""
+
+    runner: ModelRunner
+    drafter: Drafter | None
+    controller: Controller
+    vocab_size: int  # ids at and past this are never emitted
+    max_len: int
+    max_gamma: int = 64
+    captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
+    inactive: str | None = None  # why there is no speculation, for people
+
+    @property
+    def drafter_name(self) -> str:
+        """Who drafts; empty when nobody does."""
+        if self.drafter is None:
+            return ""
+        try:
+            return str(self.drafter.name)
+        except Exception:  # a name is no reason to fail
+            return type(self.drafter).__name__
+
+    def drop_drafter(self, error: BaseException) -> None:
+        """Go on without the drafter, for good, and let everybody see why."""
+        if self.drafter is None:
+            return
+        self.inactive = f"the drafter {self.drafter_name!r} failed: {_said(error)}"
+        self.drafter = None
+        log.warning("speculation is off from here on: %s", self.inactive, exc_info=error)
+
+    def tell_drafter(self, sequences: Seq[Sequence], verdicts: Seq[Verdict | None]) -> None:
+        """``Drafter.commit``: the round is over, and this is what the target said."""
+        if self.drafter is not None:
+            try:
+                self.drafter.commit(list(sequences), list(verdicts))
+            except Exception as error:
+                self.drop_drafter(error)
+
+    def release_drafter(self, sequence_id: str) -> None:
+        """``Drafter.release``: the sequence is gone."""
+        if self.drafter is not None:
+            try:
+                self.drafter.release(sequence_id)
+            except Exception as error:
+                self.drop_drafter(error)
+
+    def reset_drafter(self) -> None:
+        """``Drafter.reset``: a round was interrupted, and every sequence is to be forgotten."""
+        if self.drafter is not None:
+            try:
+                self.drafter.reset()
+            except Exception as error:
+                self.drop_drafter(error)
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says of itself; its kind where that is nothing."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
