@@ -81,7 +81,7 @@ def begin() -> None:
     def watch(event: str, arguments: tuple[object, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(PLACES):
             frame: types.FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_globals.get("__name__") in ("pathlib", "pathlib._local", "io"):
+            while frame is not None and frame.f_globals.get("__name__", "").startswith("pathlib"):
                 frame = frame.f_back  # on somebody's behalf
             if frame is not None and ours(frame.f_globals.get("__name__")):
                 raise FileNotFoundError(f"{arguments[0]}: there is no such place, as on Windows")

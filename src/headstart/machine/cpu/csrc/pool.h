@@ -14,7 +14,6 @@
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
-#include <sched.h>
 
 namespace hs {
 
@@ -71,7 +70,7 @@ class Pool {
             if (tries < 4000)
                 breathe();
             else
-                sched_yield();
+                std::this_thread::yield();
         }
     }
 
@@ -83,7 +82,7 @@ class Pool {
                 if (tries < 500) {
                     breathe();
                 } else if (tries < 1500) {  // about half a millisecond: the pause between two steps
-                    sched_yield();
+                    std::this_thread::yield();
                     for (int i = 0; i < 8; i++) breathe();
                 } else {
                     std::unique_lock<std::mutex> hold(mutex_);
