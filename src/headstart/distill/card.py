@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 def write_card(card: Card, folder: Path) -> None:
     """README.md for people and card.json for programs."""
     record = asdict(card) | {"marks": [asdict(mark) for mark in card.marks], "versions": versions()}
-    (folder / "card.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "card.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     use = f'LLM("{card.target}", draft="{folder.name}")'
     lines = [
         "---",
@@ -90,7 +90,7 @@ def write_card(card: Card, folder: Path) -> None:
         "",
         *([card.notes, ""] if card.notes else []),
     ]
-    (folder / "README.md").write_text("\n".join(lines))
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _table(card: Card) -> list[str]:

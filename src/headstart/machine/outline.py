@@ -52,7 +52,10 @@ def outlined(folder: Path, report: Capability, tokenizer: PreTrainedTokenizerBas
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder; without asking for its family where its own files say that it has none."""
     settings = folder / "tokenizer_config.json"
-    if settings.exists() and json.loads(settings.read_text()).get("tokenizer_class") in _PLAIN_TOKENIZERS:
+    if (
+        settings.exists()
+        and json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") in _PLAIN_TOKENIZERS
+    ):
         return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     from transformers import AutoTokenizer
 

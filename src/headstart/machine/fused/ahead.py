@@ -191,7 +191,7 @@ class _Helper:
             self._notes = tempfile.TemporaryDirectory()
             head["notes"] = self._notes.name
             self._process = subprocess.Popen(
-                program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+                program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8", start_new_session=True
             )
             assert self._process.stdin is not None
             if sys.platform == "linux":

@@ -193,8 +193,8 @@ def source(weights: Weights, programs: int, tokens: int, splits: int, machine: s
         **dict(zip(("S_QKV", "S_O", "S_F", "S_DOWN"), sizes.slices, strict=True)),
     }  # fmt: skip
     told = [f"constexpr int {name} = {value};" for name, value in values.items()]
-    words = machine if machine is not None else (here / "words.cuh").read_text()
-    files = [(here / name).read_text() for name in ("parts.cuh", "whole.cu")]
+    words = machine if machine is not None else (here / "words.cuh").read_text(encoding="utf-8")
+    files = [(here / name).read_text(encoding="utf-8") for name in ("parts.cuh", "whole.cu")]
     return "\n".join([*told, f"constexpr float EPS = {w.eps:e}f;", words, *files])
 
 
