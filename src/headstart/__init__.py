@@ -6,20 +6,37 @@ llm = LLM(draft="lookup")
 print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temperature=0)).text)
 """
 
-from .api import LLM
-from .drafters.base import Drafter
-from .errors import (
-    EngineBusy,
-    GenerationFailed,
-    HeadstartError,
-    InvalidParameter,
-    MissingExtra,
-    ModelNotFound,
-    ModelRefused,
-    PromptTooLong,
-)
-from .tensors import SpeculativeOutput, speculative_decode
-from .types import Choice, Completion, DraftView, Piece, Proposal, Round, SamplingParams, Stats, TokenLogprob, Verdict
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import LLM
+    from .drafters.base import Drafter
+    from .errors import (
+        EngineBusy,
+        GenerationFailed,
+        HeadstartError,
+        InvalidParameter,
+        MissingExtra,
+        ModelNotFound,
+        ModelRefused,
+        PromptTooLong,
+    )
+    from .tensors import SpeculativeOutput, speculative_decode
+    from .types import (
+        Choice,
+        Completion,
+        DraftView,
+        Piece,
+        Proposal,
+        Round,
+        SamplingParams,
+        Stats,
+        TokenLogprob,
+        Verdict,
+    )
 
 __all__ = [
     "LLM",
@@ -47,3 +64,52 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Which module holds each public name. A module is imported when one of its names is first used: torch and transformers
+# take seconds to import, and `headstart --help` needs neither.
+_MODULES = {
+    "api": ("LLM",),
+    "drafters.base": ("Drafter",),
+    "errors": (
+        "EngineBusy",
+        "GenerationFailed",
+        "HeadstartError",
+        "InvalidParameter",
+        "MissingExtra",
+        "ModelNotFound",
+        "ModelRefused",
+        "PromptTooLong",
+    ),
+    "tensors": ("SpeculativeOutput", "speculative_decode"),
+    "types": (
+        "Choice",
+        "Completion",
+        "DraftView",
+        "Piece",
+        "Proposal",
+        "Round",
+        "SamplingParams",
+        "Stats",
+        "TokenLogprob",
+        "Verdict",
+    ),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):  # `import headstart` alone has always made `headstart.types` and its like reachable
+        try:
+            return import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

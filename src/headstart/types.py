@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from .errors import PromptTooLong
 from .sampling import SamplingParams, Verification
+
+if TYPE_CHECKING:  # these records hold tensors and never compute with them; torch takes seconds to import
+    import torch
 
 __all__ = [
     "Choice",
@@ -194,6 +195,8 @@ class Stats:
     decode_seconds: float = 0.0  # the time of those rounds
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    waiting_seconds: float = 0.0  # from submit to the first prefill: the time in the line
+    first_token_seconds: float = 0.0  # from submit to the first token, the time in the line included; 0: there is none
 
     @property
     def acceptance_rate(self) -> float:

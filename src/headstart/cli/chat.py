@@ -1,106 +1,168 @@
 """``headstart chat``: talk to a model in the terminal.
 
-Knows: turns and the prompt line. Does not know: how an answer is made.
+Knows: turns, and what Ctrl-C means when. Does not know: how an answer is made, or how lines are typed.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from ..errors import PromptTooLong
+from ..errors import GenerationFailed, InvalidParameter, PromptTooLong
 from ..types import SamplingParams
-from . import common
+from .conversation import Conversation, Ended
+from .lines import Lines
+from .options import MaxTokens, ModelOptions, SamplingOptions, Temperature, TopP, option
+from .screen import Answer, closing_line, legend, note
 
-__all__ = ["chat"]
+__all__ = ["ChatSampling", "chat"]
 
 _LEAST_ROOM = 16  # tokens; a shorter answer is none
 
 
+@dataclass(frozen=True)
+class ChatSampling(SamplingOptions):
+    """A chat is livelier than the answer to a single prompt, and longer."""
+
+    max_tokens: MaxTokens = 512
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.95
+
+
 def chat(
-    model: common.ModelName = None,
-    draft: common.Draft = "auto",
-    gamma: common.Gamma = "auto",
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: common.MaxTokens = 512,
-    temperature: common.Temperature = 0.7,
-    top_p: common.TopP = 0.95,
-    top_k: common.TopK = 0,
-    min_p: common.MinP = 0.0,
-    seed: common.Seed = None,
-    verification: common.Rule = "block",
-    speculate: common.Speculate = True,
-    dtype: common.Dtype = "auto",
-    quantization: common.Quantization = "auto",
-    draft_quantization: common.DraftQuantization = "auto",
-    device: common.Device = None,
-    context: common.Context = None,
+    *,
+    system: Annotated[str | None, option(of="TEXT", section="Conversation", help="The system message.")] = None,
+    model: ModelOptions,
+    sampling: ChatSampling,
 ) -> None:
-    """Chat. '/reset' starts anew, '/quit' or Ctrl-D ends."""
-    params = common.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=None,
-        verification=verification,
-        speculate=speculate,
-    )
-    llm = common.open_llm(
-        model,
-        draft,
-        gamma,
-        dtype=dtype,
-        quantization=quantization,
-        draft_quantization=draft_quantization,
-        device=device,
-        context=context,
-    )
-    console, notes = Console(highlight=False, soft_wrap=True), common.errors_console()
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    if console.is_terminal:
-        notes.print(common.legend())
+    """Talk to a model.
+
+    /help lists what can be typed besides messages. Ctrl-C stops an answer, Ctrl-D ends. Where standard input is no
+    terminal, each line is a message, and only the answers go to standard output.
+    """
+    params = sampling.params()
+    llm = model.open()
+    if not llm.has_chat_template:
+        raise InvalidParameter("model", "has no chat template; 'headstart generate' continues text as it is")
+    talk = _Talk(llm, params, Conversation(system))
+    if talk.lines.typed:
+        note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
+    if talk.out.coloured:
+        note(legend())
     while True:
         try:
-            said = console.input("[bold]you>[/] ").strip()
-        except EOFError:
-            console.print()
+            talk.turn(talk.next_line())
+        except Ended:
             return
-        if said in ("/quit", "/exit"):
+
+
+class _Talk:
+    """A person and a model, turn by turn."""
+
+    def __init__(self, llm: Any, params: SamplingParams, conversation: Conversation) -> None:
+        self._llm, self._params, self._said = llm, params, conversation
+        coloured = Answer().coloured
+        self.lines = Lines(note, colour=coloured)
+        self.out = Answer(plain=not self.lines.typed)
+
+    def next_line(self) -> str:
+        """What is said next. Ctrl-C drops the line; twice in a row it ends the chat."""
+        warned = False
+        while True:
+            try:
+                return self.lines.message()
+            except EOFError:
+                if self.lines.typed:
+                    self.out.end()
+                raise Ended from None
+            except KeyboardInterrupt:
+                if not self.lines.typed:
+                    raise
+                self.out.end()
+                if warned:
+                    raise Ended from None
+                note("Ctrl-C again or Ctrl-D ends the chat; /help lists the commands")
+                warned = True
+
+    def turn(self, line: str) -> None:
+        """Carry out a command, or answer a message. Whatever goes wrong, the conversation before it stays."""
+        if line.startswith("/"):
+            note(self._said.command(line))
             return
-        if said == "/reset":
-            messages = list(opening)
-            notes.print("started anew")
-            continue
-        if not said:
-            continue
-        messages.append({"role": "user", "content": said})
+        if not line.strip():
+            return
+        self._said.ask(line.strip())
         try:
-            running = _answer(llm, messages, params)
+            self._answer()
         except PromptTooLong as error:
-            notes.print(f"the conversation has grown too long ({error}); /reset starts anew")
-            messages.pop()
-            continue
-        for piece in running:
-            console.print(Text(piece.text, style=common.ORIGIN_STYLES[piece.origin]), end="")
-        console.print()
-        completion = running.completion()
-        notes.print(common.closing_line(completion.stats, llm.engine.inactive_reason))
-        messages.append({"role": "assistant", "content": completion.text})
+            note(f"the conversation has grown too long ({error}); /reset starts anew")
+        except (GenerationFailed, InvalidParameter) as error:
+            note(f"error: {error}; your message is taken back")
+        except KeyboardInterrupt:  # in the moment before or after the answer
+            if not self.lines.typed:
+                raise
+        finally:
+            self._said.take_back()
+
+    def _answer(self) -> None:
+        stream, written = self._stream(), 0
+        with stream, _stoppable(on=self.lines.typed) as stopped:
+            try:
+                for piece in stream:
+                    self.out.write(piece)
+                    written += len(piece.text)
+                    if stopped():
+                        break
+            except KeyboardInterrupt:
+                if not self.lines.typed:
+                    self.out.end_line()
+                    raise
+            except GenerationFailed:
+                self.out.end_line()
+                raise
+        completion = stream.completion()
+        self.out.text(completion.text[written:])  # what might have become a stop string
+        if completion.finish_reason == "abort" and not completion.text.strip():
+            self.out.end_line()
+            note("stopped before the answer began; your message is taken back")
+            return
+        self.out.end()
+        self._said.answer(completion.text)
+        if completion.finish_reason == "abort":
+            note("stopped; what was written stays in the conversation")
+        note(closing_line(completion.stats, self._llm.engine.inactive_reason))
+
+    def _stream(self) -> Any:
+        """The answer, cut short where the context ends."""
+        try:
+            return self._llm.stream(self._said.messages, self._params)
+        except PromptTooLong as error:
+            if error.room < _LEAST_ROOM:
+                raise
+            return self._llm.stream(self._said.messages, replace(self._params, max_tokens=error.room))
 
 
-def _answer(llm: Any, messages: list[dict[str, str]], params: SamplingParams) -> Any:
-    """The answer, cut short where the context ends."""
+@contextmanager
+def _stoppable(*, on: bool) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noted, so that the answer stops between two tokens; a second one does not wait for that."""
+    pressed: list[bool] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    if not on or threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, press)
     try:
-        return llm.stream(messages, params)
-    except PromptTooLong as error:
-        if error.room < _LEAST_ROOM:
-            raise
-        return llm.stream(messages, replace(params, max_tokens=error.room))
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

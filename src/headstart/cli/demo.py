@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ..types import Completion, SamplingParams
-from . import common
+from .options import MaxTokens, ModelOptions
+from .screen import Answer, describe, legend, output, show_table
 
 __all__ = ["demo"]
 
@@ -48,69 +45,54 @@ PROMPTS = {
 }
 
 
-def demo(
-    model: common.ModelName = None,
-    draft: common.Draft = "auto",
-    gamma: common.Gamma = "auto",
-    max_tokens: common.MaxTokens = 96,
-    dtype: common.Dtype = "auto",
-    quantization: common.Quantization = "auto",
-    draft_quantization: common.DraftQuantization = "auto",
-    device: common.Device = None,
-    context: common.Context = None,
-) -> None:
+def demo(*, model: ModelOptions, max_tokens: MaxTokens = 96) -> None:
     """Run three prompts plain and speculative, and compare."""
-    console = Console()
-    llm = common.open_llm(
-        model,
-        draft,
-        gamma,
-        dtype=dtype,
-        quantization=quantization,
-        draft_quantization=draft_quantization,
-        device=device,
-        context=context,
-    )
-    if console.is_terminal:
-        console.print(common.legend())
-    console.print(
-        f"\n[bold]Target[/] {common.describe(llm.report)}\n[bold]Draft[/]  {llm.drafter_name}, gamma {gamma}\n"
-    )
-    table = Table(title="Plain and speculative decoding, greedy: tokens a second", title_justify="left")
-    for name in ("prompt", "tokens", "plain", "drafted", "speed-up", "alpha", "tau", "same"):
-        table.add_column(name, justify="left" if name == "prompt" else "right")
+    llm = model.open()
+    console, answer = output(), Answer()
+    if answer.coloured:
+        console.print(legend())
+    console.print(f"\n[bold]Target[/] {describe(llm.report)}")
+    console.print(f"[bold]Draft[/]  {llm.drafter_name}, gamma {model.gamma}\n")
+    rows = []
     _run(llm, "Hello", 4, speculate=False)  # warm up
     for name, prompt in PROMPTS.items():
         console.print(f"[bold]{name}[/]: {prompt.splitlines()[0]}")
-        fast = _run(llm, prompt, max_tokens, speculate=True, console=console)
-        console.print("\n")
+        fast = _run(llm, prompt, max_tokens, speculate=True, answer=answer)
+        console.print()
         with console.status("the same by plain decoding ..."):
             plain = _run(llm, prompt, max_tokens, speculate=False)
-        speed = fast.stats.tokens_per_second, plain.stats.tokens_per_second
-        table.add_row(
-            name,
-            str(fast.stats.tokens),
-            f"{speed[1]:.1f}",
-            f"{speed[0]:.1f}",
-            f"{speed[0] / speed[1]:.2f}x" if speed[1] else "-",
-            f"{fast.stats.acceptance_rate:.2f}" if fast.stats.drafted else "-",
-            f"{fast.stats.acceptance_length:.2f}",
-            "yes" if fast.token_ids == plain.token_ids else "NO",
-        )
-    console.print(table)
+        rows.append(_row(name, fast, plain))
+    columns = ("prompt", "tokens", "plain", "drafted", "speed-up", "alpha", "tau", "same")
+    show_table(console, "Plain and speculative decoding, greedy: tokens a second", columns, rows)
     console.print(
         "alpha: share of drafted tokens accepted; tau: tokens per forward of the target (1 is plain decoding).\n"
         "Speeds are of this machine, now, without the reading of the prompt."
     )
 
 
-def _run(llm: Any, prompt: str, max_tokens: int, *, speculate: bool, console: Console | None = None) -> Completion:
-    """Answer one prompt; with a console, shown as it comes."""
+def _row(name: str, fast: Completion, plain: Completion) -> tuple[str, ...]:
+    speed = fast.stats.tokens_per_second, plain.stats.tokens_per_second
+    return (
+        name,
+        str(fast.stats.tokens),
+        f"{speed[1]:.1f}",
+        f"{speed[0]:.1f}",
+        f"{speed[0] / speed[1]:.2f}x" if speed[1] else "-",
+        f"{fast.stats.acceptance_rate:.2f}" if fast.stats.drafted else "-",
+        f"{fast.stats.acceptance_length:.2f}",
+        "yes" if fast.token_ids == plain.token_ids else "NO",
+    )
+
+
+def _run(llm: Any, prompt: str, max_tokens: int, *, speculate: bool, answer: Answer | None = None) -> Completion:
+    """Answer one prompt; with ``answer``, shown as it comes."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, speculate=speculate)
     asked: Any = [{"role": "user", "content": prompt}] if llm.has_chat_template else prompt
     running = llm.stream(asked, params)
     for piece in running:
-        if console is not None:
-            console.print(Text(piece.text, style=common.ORIGIN_STYLES[piece.origin]), end="", soft_wrap=True)
+        if answer is not None:
+            answer.write(piece)
+    if answer is not None:
+        answer.end()
     completion: Completion = running.completion()
     return completion

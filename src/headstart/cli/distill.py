@@ -6,103 +6,159 @@ Knows: the options and how progress looks on a terminal. Does not know: how a dr
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ..errors import InvalidParameter
-from . import common
+from .options import TargetOptions, option
+from .screen import describe, notes, output, show_table
+
+if TYPE_CHECKING:
+    from ..distill.make import DistillSettings
 
 __all__ = ["distill"]
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the draft; a run that was killed goes on there.")]
-Kind = Annotated[
-    str, typer.Option(help="head: a small head on the target's hidden states; model: a shallow language model.")
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(help="A prompt a line, or .jsonl with the field 'prompt'. Without it the target writes its own."),
-]
-Temperatures = Annotated[str, typer.Option(help="Temperatures that will be served, with commas; 0 is greedy.")]
+_DATA, _DRAFT, _TRAINING = "Data", "The draft", "Training"
 
 
-def distill(
-    out: Out,
-    model: common.ModelName = None,
-    kind: Kind = "head",
-    prompts: Prompts = None,
+@dataclass(frozen=True)
+class DistillOptions:
+    """Everything about the draft and its making."""
+
+    kind: Annotated[
+        str,
+        option(
+            of="KIND",
+            section=_DRAFT,
+            help="head: a small head on the target's hidden states; model: a shallow language model.",
+        ),
+    ] = "head"
+    vocab: Annotated[int, option(of="N", section=_DRAFT, help="Words a head can say.")] = 8192
+    layers: Annotated[int, option(of="N", section=_DRAFT, help="Layers of a model draft.")] = 2
+    width: Annotated[
+        int | None, option(of="N", section=_DRAFT, help="Width of the draft; without it: the target's.")
+    ] = None
     donor: Annotated[
-        str | None, typer.Option(help="Whose layers a model draft copies. Without it: the target's.")
-    ] = None,
-    sequences: Annotated[int, typer.Option(help="Answers to learn from.")] = 2000,
-    temperatures: Temperatures = "0,0.7,1",
-    answer_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 192,
-    rows: Annotated[int, typer.Option(help="Answers written together.")] = 16,
-    steps: Annotated[int, typer.Option(help="The most steps of training.")] = 2000,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 16,
-    accumulate: Annotated[int, typer.Option(help="Pieces a step is cut into, to save memory.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 1.5e-3,
-    loss: Annotated[str, typer.Option(help="forward, reverse, tv or mix.")] = "mix",
+        str | None,
+        option(of="MODEL", section=_DRAFT, help="Whose layers a model draft copies. Without it: the target's."),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        option(
+            of="FILE",
+            section=_DATA,
+            help="A prompt a line, or .jsonl with the field 'prompt'. Without it the target writes its own.",
+        ),
+    ] = None
+    sequences: Annotated[int, option(of="N", section=_DATA, help="Answers to learn from.")] = 2000
+    temperatures: Annotated[
+        str,
+        option(of="T,T", section=_DATA, help="Temperatures that will be served, with commas; 0 is greedy."),
+    ] = "0,0.7,1"
+    answer_tokens: Annotated[int, option(of="N", section=_DATA, help="The most tokens of an answer.")] = 192
+    rows: Annotated[int, option(of="N", section=_DATA, help="Answers written together.")] = 16
+    steps: Annotated[int, option(of="N", section=_TRAINING, help="The most steps of training.")] = 2000
+    batch: Annotated[int, option(of="N", section=_TRAINING, help="Sequences a step.")] = 16
+    accumulate: Annotated[int, option(of="N", section=_TRAINING, help="Pieces a step is cut into, to save memory.")] = 1
+    learning_rate: Annotated[float, option(of="X", section=_TRAINING, help="The highest learning rate.")] = 1.5e-3
+    loss: Annotated[
+        str, option(of="LOSS", section=_TRAINING, help="forward (KL), reverse (KL), tv (total variation) or mix.")
+    ] = "mix"
+    optimizer: Annotated[
+        str, option(of="NAME", section=_TRAINING, help="muon (for the matrices, with adamw for the rest) or adamw.")
+    ] = "muon"
     patience: Annotated[
-        int, typer.Option(help="Stop after this many measurements without a better predicted speed-up; 0: never.")
-    ] = 6,
-    vocab: Annotated[int, typer.Option(help="Words a head can say.")] = 8192,
-    layers: Annotated[int, typer.Option(help="Layers of a model draft.")] = 2,
-    width: Annotated[int | None, typer.Option(help="Width of the draft; without it: the target's.")] = None,
-    optimizer: Annotated[str, typer.Option(help="muon (for the matrices, with adamw for the rest) or adamw.")] = "muon",
-    seed: Annotated[int, typer.Option(help="The same seed makes the same draft on the same machine.")] = 0,
-    dtype: common.Dtype = "auto",
-    device: common.Device = None,
-) -> None:
-    """Make a draft for a model from the model's own text, and prove that it is better."""
-    from ..distill.data import DataSettings, read_prompts
-    from ..distill.losses import check_loss
-    from ..distill.make import DistillSettings
-    from ..distill.make import distill as make
-    from ..distill.train import TrainSettings
-    from ..machine.embedded import HUB_ID, embedded_folder
-    from ..machine.loading import load
+        int,
+        option(
+            of="N",
+            section=_TRAINING,
+            help="Stop after this many measurements without a better predicted speed-up; 0: never.",
+        ),
+    ] = 6
+    seed: Annotated[
+        int, option(of="N", section=_TRAINING, help="The same seed makes the same draft on the same machine.")
+    ] = 0
 
-    every = max(1, min(100, steps // 10))
-    settings = DistillSettings(
-        kind=kind,  # type: ignore[arg-type]  # checked there
-        vocab=vocab,
-        layers=layers,
-        width=width,
-        data=DataSettings(
-            sequences=sequences,
-            shard=min(200, sequences),
-            temperatures=_numbers(temperatures),
-            answer_tokens=answer_tokens,
-            rows=rows,
-            seed=seed,
-        ),
-        train=TrainSettings(
-            steps=steps,
-            rows=batch,
-            accumulate=accumulate,
-            learning_rate=learning_rate,
-            loss=check_loss(loss),
-            optimizer=optimizer,  # type: ignore[arg-type]  # checked there
-            patience=patience,
-            evaluate_every=every,
-            checkpoint_every=every,
-            seed=seed,
-        ),
-    )
-    asked = read_prompts(prompts) if prompts is not None else None
-    console = common.errors_console()
-    with console.status(f"loading {model or HUB_ID} ..."):
-        target = load(model if model is not None else embedded_folder(), dtype=dtype, device=device)
-    console.print(f"[bold]Target[/] {common.describe(target.report)}")
+    def settings(self) -> DistillSettings:
+        from ..distill.data import DataSettings
+        from ..distill.losses import check_loss
+        from ..distill.make import DistillSettings
+        from ..distill.train import TrainSettings
+
+        every = max(1, min(100, self.steps // 10))
+        return DistillSettings(
+            kind=self.kind,  # type: ignore[arg-type]  # checked there
+            vocab=self.vocab,
+            layers=self.layers,
+            width=self.width,
+            data=DataSettings(
+                sequences=self.sequences,
+                shard=min(200, self.sequences),
+                temperatures=_numbers(self.temperatures),
+                answer_tokens=self.answer_tokens,
+                rows=self.rows,
+                seed=self.seed,
+            ),
+            train=TrainSettings(
+                steps=self.steps,
+                rows=self.batch,
+                accumulate=self.accumulate,
+                learning_rate=self.learning_rate,
+                loss=check_loss(self.loss),
+                optimizer=self.optimizer,  # type: ignore[arg-type]  # checked there
+                patience=self.patience,
+                evaluate_every=every,
+                checkpoint_every=every,
+                seed=self.seed,
+            ),
+        )
+
+
+Out = Annotated[
+    Path,
+    option(
+        "--out",
+        "-o",
+        of="FOLDER",
+        section=_DRAFT,
+        help="Where the draft goes; a run that was killed goes on there.",
+    ),
+]
+
+
+def distill(*, out: Out, options: DistillOptions, target: TargetOptions) -> None:
+    """Make a draft for a model, and prove that it is better.
+
+    It learns from the model's own text. docs/distill.md tells how.
+    """
+    with target.loading() as tell:
+        from ..distill.data import read_prompts
+        from ..distill.make import distill as make
+        from ..machine.embedded import HUB_ID, embedded_folder
+        from ..machine.loading import load
+
+        settings = options.settings()
+        asked = read_prompts(options.prompts) if options.prompts is not None else None
+        name = target.model if target.model is not None else HUB_ID
+        source = target.model if target.model is not None else embedded_folder(tell)
+        tell(f"loading {name}")
+        loaded = load(
+            source,
+            dtype=target.dtype,
+            device=target.device,
+            revision=target.revision,
+            trust_remote_code=target.trust_remote_code,
+        )
+    console = notes()
+    console.print(f"[bold]Target[/] {describe(loaded.report)}")
     command = "headstart " + " ".join(sys.argv[1:])
-    with _Screen(console, steps) as screen:
+    with _Screen(console, options.steps) as screen:
         before, after = make(
-            target, out, settings, name=model or HUB_ID, donor=donor, prompts=asked, command=command, reporter=screen
+            loaded, out, settings, name=name, donor=options.donor, prompts=asked, command=command, reporter=screen
         )
     _show(before, after, out)
 
@@ -153,12 +209,11 @@ class _Screen:
 
 
 def _show(before: Any, after: Any, out: Path) -> None:
-    table = Table(title=f"Held-out prompts, {after.gamma} tokens drafted a round", title_justify="left")
-    for name in ("", "alpha, greedy", "tau, greedy", "alpha, T = 1", "tau, T = 1", "speed-up, greedy"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, f in (("before", before), ("after", after)):
-        cells = (f"{f.alpha_greedy:.3f}", f"{f.tau_greedy:.2f}", f"{f.alpha:.3f}", f"{f.tau:.2f}", f"{f.speedup:.2f}x")
-        table.add_row(name, *cells)
-    console = Console()
-    console.print(table)
-    console.print(f"The draft is in {out}; use it with --draft {out}", highlight=False)
+    columns = ("", "alpha, greedy", "tau, greedy", "alpha, T = 1", "tau, T = 1", "speed-up, greedy")
+    rows = [
+        (name, f"{f.alpha_greedy:.3f}", f"{f.tau_greedy:.2f}", f"{f.alpha:.3f}", f"{f.tau:.2f}", f"{f.speedup:.2f}x")
+        for name, f in (("before", before), ("after", after))
+    ]
+    console = output()
+    show_table(console, f"Held-out prompts, {after.gamma} tokens drafted a round", columns, rows)
+    console.print(f"The draft is in {out}; use it with --draft {out}", markup=False)

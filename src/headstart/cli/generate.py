@@ -1,6 +1,6 @@
-"""``headstart generate``: complete a prompt and stream the answer.
+"""``headstart generate``: complete prompts.
 
-Knows: how one completion is shown. Does not know: how it is made.
+Knows: how answers are shown, one as it comes, many in order. Does not know: how they are made.
 """
 
 from __future__ import annotations
@@ -10,124 +10,149 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from ..errors import InvalidParameter
-from ..types import Choice
-from . import common
+from ..errors import GenerationFailed, InvalidParameter
+from ..machine.progress import silent, telling
+from ..types import Completion, SamplingParams
+from .answers import answered, as_json, ask, in_order
+from .options import MODEL, FullSamplingOptions, ModelOptions, option
+from .prompts import Question, one_question, questions_in
+from .screen import Answer, closing_line, facts, legend, note, summary
 
 __all__ = ["generate"]
 
+_INPUT, _OUTPUT = "Input", "Output"
+_MOST_ROWS = 8
+
+Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: standard input.")]
+Prompts = Annotated[
+    str | None,
+    option(
+        of="FILE",
+        section=_INPUT,
+        help="Many prompts: one a line, or a .jsonl file with 'prompt' or 'messages' (and 'prediction') on each line. "
+        "Answers come in order.",
+    ),
+]
+Raw = Annotated[
+    bool, option("--raw", section=_INPUT, help="Continue the prompt as it is, without the model's chat template.")
+]
+Prediction = Annotated[
+    str | None, option(of="TEXT", section=_INPUT, help="Text that you expect in the answer; lookup drafts from it.")
+]
+Json = Annotated[
+    bool, option("--json", section=_OUTPUT, help="One JSON object a prompt, each on a line, instead of text.")
+]
+Logprobs = Annotated[
+    int | None, option(of="K", section=_OUTPUT, help="With --json: log-probabilities of the K likeliest tokens.")
+]
+MaxRows = Annotated[
+    int | None,
+    option(of="N", section=MODEL, help="Answers written together. Without it: as many as are asked for, at most 8."),
+]
+
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
-    model: common.ModelName = None,
-    draft: common.Draft = "auto",
-    gamma: common.Gamma = "auto",
-    max_tokens: common.MaxTokens = 128,
-    temperature: common.Temperature = 0.0,
-    top_p: common.TopP = 1.0,
-    top_k: common.TopK = 0,
-    min_p: common.MinP = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="Against tokens already written, -2 to 2.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, by how often they were.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against prompt and answer tokens.")] = 1.0,
-    seed: common.Seed = None,
-    stop: common.Stop = None,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities of the k likeliest.")] = None,
-    verification: common.Rule = "block",
-    speculate: common.Speculate = True,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
-    prediction: Annotated[
-        str | None, typer.Option(help="Text you expect in the answer; lookup drafts from it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
-    dtype: common.Dtype = "auto",
-    quantization: common.Quantization = "auto",
-    draft_quantization: common.DraftQuantization = "auto",
-    device: common.Device = None,
-    context: common.Context = None,
+    prompt: Prompt = None,
+    *,
+    prompts: Prompts = None,
+    raw: Raw = False,
+    prediction: Prediction = None,
+    json_lines: Json = False,
+    logprobs: Logprobs = None,
+    model: ModelOptions,
+    max_rows: MaxRows = None,
+    sampling: FullSamplingOptions,
 ) -> None:
-    """Complete a prompt. Tokens are coloured by where they came from when the output is a terminal."""
-    text = _read(prompt)
-    if logprobs is not None and not as_json:
+    """Complete a prompt, or many from a file.
+
+    The text goes to standard output, everything else to standard error. On a terminal a single answer comes token by
+    token, coloured by where each token came from.
+    """
+    if logprobs is not None and not json_lines:
         raise InvalidParameter("logprobs", "are printed with --json only")
-    params = common.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        verification=verification,
-        speculate=speculate,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        logprobs=logprobs,
-    )
-    llm = common.open_llm(
-        model,
-        draft,
-        gamma,
-        dtype=dtype,
-        quantization=quantization,
-        draft_quantization=draft_quantization,
-        device=device,
-        context=context,
-    )
-    asked: Any = text
-    if not raw and llm.has_chat_template:
-        asked = [{"role": "user", "content": text}]
-    handle = llm.stream(asked, params, prediction=prediction)
-    if as_json:
-        for _ in handle:
-            pass
-        choice = handle.completion().choices[0]
-        print(json.dumps(_as_json(choice, llm.engine.inactive_reason), ensure_ascii=False))
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    for piece in handle:
-        console.print(Text(piece.text, style=common.ORIGIN_STYLES[piece.origin]), end="")
-    console.print()
-    notes = common.errors_console()
-    if console.is_terminal:
-        notes.print(common.legend())
-    notes.print(common.closing_line(handle.completion().stats, llm.engine.inactive_reason))
+    if prompts is not None and prompt is not None:
+        raise InvalidParameter("prompt", "and --prompts are both given; which of them?")
+    questions = [one_question(prompt, prediction)] if prompts is None else questions_in(prompts, prediction)
+    params = sampling.params(logprobs=logprobs)
+    wanted = len(questions) * params.n
+    llm = model.open(rows=min(wanted, _MOST_ROWS) if max_rows is None else max_rows)
+    show = _Json(llm, numbered=prompts is not None) if json_lines else _Texts(len(questions), params.n)
+    if prompts is not None:
+        _many(llm, questions, params, raw=raw, show=show)
+    elif json_lines or params.n > 1:
+        show(0, answered(ask(llm, questions[0], params, raw=raw)))
+    else:
+        _stream(llm, questions[0], params, raw=raw)
+    if not json_lines and wanted > 1:
+        note(summary(llm.stats))
 
 
-def _read(prompt: str | None) -> str:
-    if prompt is None and sys.stdin.isatty():
-        raise InvalidParameter("prompt", "is missing: give it as an argument or on standard input")
-    text = sys.stdin.read().removesuffix("\n") if prompt is None or prompt == "-" else prompt
-    if not text.strip():
-        raise InvalidParameter("prompt", "is empty")
-    return text
+def _stream(llm: Any, question: Question, params: SamplingParams, *, raw: bool) -> None:
+    """One answer as it comes, and what speculation did for it."""
+    answer = Answer()
+    with ask(llm, question, params, raw=raw) as stream:
+        try:
+            for piece in stream:
+                answer.write(piece)
+        except BaseException:
+            answer.end_line()
+            raise
+    answer.end()
+    if answer.coloured:
+        note(legend())
+    note(closing_line(stream.completion().stats, llm.engine.inactive_reason))
 
 
-def _as_json(choice: Choice, inactive: str | None) -> dict[str, Any]:
-    stats = choice.stats
-    found: dict[str, Any] = {
-        "text": choice.text,
-        "token_ids": list(choice.token_ids),
-        "origins": list(choice.origins),
-        "finish_reason": choice.finish_reason,
-        "stats": {
-            "acceptance_rate": round(stats.acceptance_rate, 4),
-            "acceptance_length": round(stats.acceptance_length, 4),
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "rounds": stats.rounds,
-            "tokens": stats.tokens,
-            "prompt_tokens": stats.prompt_tokens,
-            "tokens_per_second": round(stats.tokens_per_second, 2),
-        },
-        "speculation_inactive": inactive,
-    }
-    if choice.logprobs is not None:
-        found["logprobs"] = [{"id": p.token_id, "logprob": p.logprob, "top": dict(p.top)} for p in choice.logprobs]
-    return found
+def _many(llm: Any, questions: list[Question], params: SamplingParams, *, raw: bool, show: _Json | _Texts) -> None:
+    """All answers, in order. Those that failed are shown as such, and the command ends with an error."""
+    failed, total = 0, len(questions)
+    visible = sys.stdout.isatty()  # then the answers themselves show how far it is
+    with telling(silent if visible else None) as tell:
+        for index, answer in enumerate(in_order(llm, questions, params, raw=raw)):
+            failed += isinstance(answer, str)
+            show(index, answer)
+            tell(f"{index + 1} of {total} answered")
+    if failed:
+        raise GenerationFailed(f"{failed} of {total} prompts have no answer")
+
+
+class _Json:
+    """A line of JSON for each answer."""
+
+    def __init__(self, llm: Any, *, numbered: bool) -> None:
+        self._llm, self._numbered = llm, numbered
+        self._facts = facts(llm)
+
+    def __call__(self, index: int, answer: Completion | str) -> None:
+        found: dict[str, Any] = {"index": index} if self._numbered else {}
+        if isinstance(answer, str):
+            found["error"] = answer
+        else:
+            found |= as_json(answer, self._llm.engine.inactive_reason, self._facts)
+        print(json.dumps(found, ensure_ascii=False), flush=True)
+
+
+class _Texts:
+    """The texts, each under a line that says which it is."""
+
+    def __init__(self, questions: int, choices: int) -> None:
+        self._questions, self._choices = questions, choices
+        self._out = Answer(plain=True)
+
+    def __call__(self, index: int, answer: Completion | str) -> None:
+        if isinstance(answer, str):
+            self._heading(index, None)
+            note(f"error: {answer}")
+            return
+        for choice in answer.choices:
+            self._heading(index, choice.index)
+            self._out.text(choice.text)
+            self._out.end()
+
+    def _heading(self, index: int, choice: int | None) -> None:
+        parts = [f"{index + 1} of {self._questions}"] if self._questions > 1 else []
+        if self._choices > 1 and choice is not None:
+            parts.append(f"answer {choice + 1} of {self._choices}")
+        if parts:
+            self._out.text(f"=== {', '.join(parts)} ===\n")

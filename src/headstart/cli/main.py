@@ -1,59 +1,37 @@
-"""The ``headstart`` command: puts the commands together and turns errors into one line.
+"""The ``headstart`` command: puts the commands together.
 
 Knows: which commands there are. Does not know: what any of them does.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from typing import Any
+from typing import Annotated
 
 import typer
 
-from ..errors import HeadstartError
 from .chat import chat
-from .common import errors_console
+from .commands import Command, Commands
 from .demo import demo
 from .distill import distill
 from .generate import generate
+from .options import spread
+from .screen import show_log
 
 __all__ = ["app"]
 
-
-class _OneLineErrors(typer.core.TyperGroup):
-    """Shows our own errors as one line, without a traceback. Anything else is a bug and shows itself."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except HeadstartError as error:
-            errors_console().print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            errors_console().print("stopped")
-            sys.exit(130)
-
-
-def _plain(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
-
-
 app = typer.Typer(
     name="headstart",
-    cls=_OneLineErrors,
+    cls=Commands,
     help="Lossless speculative decoding: the same text as plain decoding, faster.",
-    no_args_is_help=True,
+    epilog="'headstart COMMAND --help' lists a command's options.",
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(demo)
-app.command()(distill)
+for command in (generate, chat, demo, distill):
+    app.command(cls=Command)(spread(command))
 
 
 def _version(value: bool) -> None:
@@ -66,8 +44,14 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show what is going on inside."),
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Tell on standard error what runs and what is going on inside.")
+    ] = False,
 ) -> None:
-    logging.getLogger("huggingface_hub").propagate = False  # it prints for itself
-    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
+    show_log(verbose=verbose)
+    if context.invoked_subcommand is None:
+        print(context.get_help())

@@ -14,12 +14,14 @@ __all__ = ["EngineStats", "Tally"]
 
 
 class Tally:
-    """Adds up one sequence's rounds."""
+    """Adds up one sequence's rounds. It is made when the sequence is submitted, and its clock starts then."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self._submitted = perf_counter()
         self._started: float | None = None
+        self._first: float | None = None  # when the first token was there
         self._last = 0.0
         self._drafted = self._accepted = self._rounds = self._tokens = self._decoded = 0
         self._draft = self._verify = self._decode = 0.0
@@ -40,6 +42,8 @@ class Tally:
             self._decoded += r.emitted
             self._decode += r.round_seconds
         self._last = perf_counter()
+        if self._first is None and r.emitted:
+            self._first = self._last
 
     def stats(self) -> Stats:
         return Stats(
@@ -54,6 +58,8 @@ class Tally:
             decode_seconds=self._decode,
             draft_seconds=self._draft,
             verify_seconds=self._verify,
+            waiting_seconds=self._started - self._submitted if self._started is not None else 0.0,
+            first_token_seconds=self._first - self._submitted if self._first is not None else 0.0,
         )
 
 

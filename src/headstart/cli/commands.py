@@ -1,0 +1,129 @@
+"""How commands look from outside: help in plain text that fits any width, and usage errors as one line.
+
+Knows: Typer's commands and their options. Does not know: what any of them does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .exits import FAILED, complain, one_line_errors
+
+__all__ = ["Command", "Commands", "Entry", "entries"]
+
+_WIDEST = 100
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside Typer
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One option or argument, for help and docs."""
+
+    section: str
+    names: str  # "-m, --model MODEL"
+    help: str
+    default: str  # "": none worth telling
+
+    @property
+    def text(self) -> str:
+        return f"{self.help} [default:\xa0{self.default}]" if self.default else self.help
+
+
+def entries(command: Any, context: Any) -> Iterator[Entry]:
+    """A command's arguments and options, in order."""
+    for param in command.get_params(context):
+        if param.param_type_name == "argument":
+            yield Entry("Arguments", param.metavar or param.name, param.help or "", "")
+            continue
+        names = ", ".join(sorted(param.opts, key=len))
+        if param.secondary_opts:
+            names += " / " + ", ".join(param.secondary_opts)
+        if not param.is_flag:
+            names += f" {param.metavar}"
+        default = "" if param.is_flag or param.default is None else _short(param.default)
+        text = param.help or ""
+        if param.required:
+            text += " Must be given."
+        yield Entry(param.rich_help_panel or "Options", names, text, default)
+
+
+class Command(TyperCommand):
+    """Options under headings, names and texts side by side where there is room."""
+
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(_fitted(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for entry in entries(self, ctx):
+            sections.setdefault(entry.section, []).append((entry.names, entry.text))
+        general = sections.pop("Options", [])  # --help and its like come last
+        for name, rows in [*sections.items(), ("Options", general)]:
+            with formatter.section(name):
+                _side_by_side(formatter, rows)
+
+
+class Commands(TyperGroup):
+    """The commands together. Errors that people can mend are one line, without a traceback."""
+
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(_fitted(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            _side_by_side(formatter, [(name, _about(self.get_command(ctx, name))) for name in self.list_commands(ctx)])
+        with formatter.section("Options"):
+            _side_by_side(formatter, [(entry.names, entry.text) for entry in entries(self, ctx)])
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors():
+            return super().invoke(ctx)
+
+    def main(self, args: Any = None, prog_name: Any = None, *, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]  # fewer by position
+        try:
+            code = super().main(args, prog_name, standalone_mode=False, **more)
+        except _UsageError as error:
+            path = error.ctx.command_path if error.ctx is not None else "headstart"
+            complain(f"{' '.join(error.format_message().split())} ('{path} --help' lists what there is)")
+            sys.exit(FAILED)
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else 0)
+        return code
+
+
+def _side_by_side(formatter: Any, rows: list[tuple[str, str]]) -> None:
+    """Names on the left, texts on the right; under each other where it is narrow. No option's name is broken."""
+    narrow = formatter.width < 64
+    column = 6 if narrow else min(max(len(name) for name, _ in rows), 25) + 4
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, max(formatter.width - column, 16), break_on_hyphens=False)
+        first = f"  {name}".ljust(column)
+        if narrow or len(first) > column:
+            formatter.write(f"{first.rstrip()}\n")
+            first = " " * column
+        for line in wrapped or [""]:
+            formatter.write(f"{first}{line}".replace("\xa0", " ").rstrip() + "\n")
+            first = " " * column
+
+
+def _about(command: Any) -> str:
+    """The first sentence about a command."""
+    return str(command.help or "").split("\n\n")[0].strip()
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _fitted(ctx: Any) -> Any:
+    """Help as wide as the terminal, so that nothing is cut and nothing wraps twice."""
+    ctx.terminal_width = max(min(shutil.get_terminal_size().columns, _WIDEST) - 1, 30)
+    return ctx

@@ -1,0 +1,318 @@
+"""The options that commands share, as records: which models, and how tokens are drawn.
+
+Knows: names, defaults and help texts, and how to open an ``LLM`` from them. Does not know: any command.
+
+A command takes such a record as a parameter, and ``spread`` lets Typer see its fields as options of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from ..config import Config
+from ..errors import InvalidParameter
+from ..machine.progress import Tell, telling
+from ..types import SamplingParams
+from .exits import stop_at_once
+from .screen import facts, note, show_log
+
+__all__ = [
+    "DRAFTING",
+    "LENGTH",
+    "MODEL",
+    "SAMPLING",
+    "FullSamplingOptions",
+    "MaxTokens",
+    "ModelOptions",
+    "SamplingOptions",
+    "TargetOptions",
+    "Temperature",
+    "TopP",
+    "option",
+    "spread",
+]
+
+MODEL, DRAFTING, SAMPLING, LENGTH = "Model", "Drafting", "Sampling", "Length and stopping"
+
+
+def option(*names: str, of: str = "", section: str, help: str) -> Any:
+    """An option: ``of`` stands for its value in the help; without it the option is a flag."""
+    return typer.Option(*names, metavar=of or None, rich_help_panel=section, help=help)
+
+
+# Their defaults differ from command to command.
+MaxTokens = Annotated[int, option("--max-tokens", "-n", of="N", section=LENGTH, help="The most tokens to write.")]
+Temperature = Annotated[
+    float, option("--temperature", "-t", of="T", section=SAMPLING, help="0 always takes the likeliest token (greedy).")
+]
+TopP = Annotated[
+    float, option(of="P", section=SAMPLING, help="Draw from the fewest tokens that have this probability together.")
+]
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """Which model, and where it runs."""
+
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            "-m",
+            of="MODEL",
+            section=MODEL,
+            help="A folder, a .gguf file or a Hugging Face hub id. Without it: the embedded SmolLM2-135M-Instruct.",
+        ),
+    ] = None
+    revision: Annotated[
+        str | None, option(of="NAME", section=MODEL, help="Branch, tag or commit of a model from the hub.")
+    ] = None
+    dtype: Annotated[str, option(of="TYPE", section=MODEL, help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[
+        str | None, option(of="DEVICE", section=MODEL, help="cpu, cuda, cuda:1 ... Without it: a GPU if there is one.")
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        option(
+            "--trust-remote-code",
+            section=MODEL,
+            help="Let Python code from the model's folder or repository run on this machine.",
+        ),
+    ] = False
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Tell on standard error what runs and what is going on inside.")
+    ] = False
+
+    @contextmanager
+    def loading(self) -> Iterator[Tell]:
+        """Around imports and loading: tells on standard error what takes long, and warns of code that is trusted."""
+        if self.verbose:
+            show_log(verbose=True)
+        if self.trust_remote_code:
+            note("warning: --trust-remote-code: Python code that comes with the model runs on this machine")
+        with telling(None) as tell, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="trust_remote_code is on")  # said above
+            tell("importing torch and transformers")
+            with stop_at_once():
+                import_module("..api", __package__)
+            yield tell
+
+
+@dataclass(frozen=True)
+class ModelOptions(TargetOptions):
+    """The same, and who drafts for it."""
+
+    quantization: Annotated[
+        str,
+        option(
+            of="KIND",
+            section=MODEL,
+            help="Weights of the model: int8, int4, none (as they are), or auto (the embedded model's own 4-bit "
+            "weights on a CPU; others as they are).",
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, option(of="N", section=MODEL, help="The most tokens of prompt and answer together.")
+    ] = None
+    draft: Annotated[
+        str,
+        option(
+            "--draft",
+            "-d",
+            of="DRAFT",
+            section=DRAFTING,
+            help="Who drafts: lookup (copies from the text so far), a smaller model or a head (folder or hub id), "
+            "none, or auto (the embedded model's own head; lookup for any other model).",
+        ),
+    ] = "auto"
+    gamma: Annotated[
+        str,
+        option(
+            of="N",
+            section=DRAFTING,
+            help="Tokens to draft a round: 1 to 64, or auto to measure and choose. To draft none: --draft none.",
+        ),
+    ] = "auto"
+    draft_quantization: Annotated[
+        str,
+        option(
+            of="KIND",
+            section=DRAFTING,
+            help="Weights of a draft model, which cannot change the text: int8, int4, none or auto.",
+        ),
+    ] = "auto"
+
+    def open(self, rows: int = 1) -> Any:
+        """The ``LLM``. It is imported only here, because that takes seconds."""
+        gamma = _gamma(self.gamma)
+        sizes: dict[str, Any] = {"gamma": gamma, "max_rows": rows, "max_model_len": self.max_model_len}
+        Config.of(sizes)  # says what is wrong before anything is imported
+        with self.loading() as tell:
+            from ..api import LLM
+
+            llm = LLM(
+                self.model,
+                None if self.draft == "none" else self.draft,
+                dtype=self.dtype,
+                quantization=_kind(self.quantization),
+                draft_quantization=_kind(self.draft_quantization),
+                device=self.device,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                progress=tell,
+                **sizes,
+            )
+        told = ", ".join(f"{name} {value}" for name, value in facts(llm).items())
+        logging.getLogger("headstart").info("%s", told)
+        return llm
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn: what every command that writes text takes."""
+
+    max_tokens: MaxTokens = 128
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, option(of="K", section=SAMPLING, help="Draw from the K likeliest tokens; 0: from all.")] = 0
+    min_p: Annotated[
+        float,
+        option(of="P", section=SAMPLING, help="Leave out tokens less likely than P times the likeliest."),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        option(of="N", section=SAMPLING, help="Repeatable sampling: the same seed gives the same text."),
+    ] = None
+    verification: Annotated[
+        str | None,
+        option(
+            of="RULE",
+            section=DRAFTING,
+            help="How drafted tokens are checked when sampling. Each rule keeps the model's own distribution: block "
+            "accepts the most, token is the classical one, coupled gives a seed's text whatever drafts. Without it: "
+            "coupled with --seed, else block.",
+        ),
+    ] = None
+    speculate: Annotated[
+        bool, option("--speculate/--plain", section=DRAFTING, help="--plain decodes without drafting.")
+    ] = True
+
+    def params(self, **more: Any) -> SamplingParams:
+        """As the engine takes them; whatever was not given is the engine's to choose."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)} | more
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class FullSamplingOptions(SamplingOptions):
+    """The rest of it, for a single command and for programs that call it."""
+
+    presence_penalty: Annotated[
+        float, option(of="X", section=SAMPLING, help="-2 to 2; above 0: against tokens that the answer has.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, option(of="X", section=SAMPLING, help="-2 to 2; the same, for each time that it has them.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, option(of="X", section=SAMPLING, help="Above 1: against tokens that prompt or answer have.")
+    ] = 1.0
+    logit_bias: Annotated[
+        list[str] | None,
+        option(
+            "--logit-bias",
+            of="ID=VALUE",
+            section=SAMPLING,
+            help="Add VALUE (-100 to 100) to the logit of the token with this ID. May be repeated.",
+        ),
+    ] = None
+    n: Annotated[
+        int,
+        option(
+            "--n",
+            of="N",
+            section=SAMPLING,
+            help="Answers to each prompt. Not to be confused with -n, which is --max-tokens.",
+        ),
+    ] = 1
+    min_tokens: Annotated[int, option(of="N", section=LENGTH, help="Do not stop before this many tokens.")] = 0
+    stop: Annotated[
+        list[str] | None, option("--stop", of="TEXT", section=LENGTH, help="Stop before this text. May be repeated.")
+    ] = None
+    stop_token_id: Annotated[
+        list[int] | None,
+        option("--stop-token-id", of="ID", section=LENGTH, help="Stop at the token with this ID. May be repeated."),
+    ] = None
+    ignore_eos: Annotated[
+        bool, option("--ignore-eos", section=LENGTH, help="Go on when the model says that it has finished.")
+    ] = False
+
+    def params(self, **more: Any) -> SamplingParams:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given["stop_token_ids"] = given.pop("stop_token_id")
+        given["logit_bias"] = _biases(given["logit_bias"])
+        return SamplingParams(**{name: value for name, value in (given | more).items() if value is not None})
+
+
+def spread(function: Callable[..., None]) -> Callable[..., None]:
+    """For Typer: the command with the fields of its records as parameters of its own."""
+    hints = get_type_hints(function, include_extras=True)
+    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in records:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        inner = get_type_hints(records[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=inner[f.name])
+            for f in fields(records[name])
+        ]
+
+    def command(**given: Any) -> None:
+        built = {
+            name: record(**{f.name: given.pop(f.name) for f in fields(record)}) for name, record in records.items()
+        }
+        function(**given, **built)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
+    return command
+
+
+def _gamma(text: str) -> int | Literal["auto"]:
+    """A number or "auto"; which numbers will do is the engine's to say."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidParameter("gamma", f"must be a whole number from 1 to 64, or 'auto', not {text!r}") from None
+
+
+def _kind(text: str) -> Any:
+    return None if text == "none" else text
+
+
+def _biases(given: list[str] | None) -> dict[int, float] | None:
+    """ "ID=VALUE", each."""
+    if not given:
+        return None
+    found = {}
+    for text in given:
+        token, _, value = text.partition("=")
+        try:
+            found[int(token)] = float(value)
+        except ValueError:
+            raise InvalidParameter(
+                "logit_bias", f"must be a token id and a number, as in --logit-bias 123=-5, not {text!r}"
+            ) from None
+    return found
