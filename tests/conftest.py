@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headstart import LLM
+from headstart.testing import tiny_model, tiny_tokenizer
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def embedded() -> LLM:
     """The embedded model with lookup, in float32 as Hugging Face runs it; converted into the cache on first use."""
     return LLM(draft="lookup", dtype="float32", max_rows=4, max_model_len=2048)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama with a tokenizer of single characters and a chat template, on disk: nonsense, quickly."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama", max_position_embeddings=4096).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)

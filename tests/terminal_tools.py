@@ -61,7 +61,7 @@ class Terminal:
         while (found := re.compile(pattern).search(self.shown, self._seen)) is None:
             left = limit - time.monotonic()
             if left <= 0 or not self._read(left):
-                raise AssertionError(f"{pattern!r} was not shown; the screen: {self.shown!r}")
+                raise AssertionError(f"{pattern!r} was not shown; the screen: {self.shown[-2000:]!r}")
         before, self._seen = self.shown[self._seen : found.end()], found.end()
         return before
 
@@ -73,7 +73,7 @@ class Terminal:
                 return self.wait_for(pattern, seconds=3)
             except AssertionError:
                 continue
-        raise AssertionError(f"{pattern!r} was not shown; the screen: {self.shown!r}")
+        raise AssertionError(f"{pattern!r} was not shown; the screen: {self.shown[-2000:]!r}")
 
     def end(self, seconds: float = 60) -> int:
         """The exit status."""

@@ -1,88 +1,200 @@
-"""The command line as a person uses it: real commands on a tiny model folder and on the embedded model."""
+"""The command line as a person uses it: real commands on a tiny model folder."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from headstart import LLM
 from headstart.cli.main import app
-from headstart.testing import tiny_model
+from headstart.testing import tiny_tokenizer
 
 runner = CliRunner()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, embedded: LLM) -> str:
-    """A tiny Llama with the embedded model's tokenizer: real text in, nonsense out, quickly."""
-    path = tmp_path_factory.mktemp("tiny")
-    tokenizer = embedded.tokenizer
-    assert tokenizer is not None
-    tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=2).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+def run(*arguments: str, **more: Any) -> Result:
+    return runner.invoke(app, list(arguments), **more)
+
+
+def answers(*arguments: str, **more: Any) -> list[dict[str, Any]]:
+    """The JSON lines of ``generate --json``."""
+    result = run("generate", "--json", *arguments, **more)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_help_names_every_command() -> None:
-    result = runner.invoke(app, ["--help"])
+    result = run("--help")
     assert result.exit_code == 0
-    for command in ("generate", "chat", "demo"):
-        assert command in result.output
-        inner = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert run().stdout == result.stdout
+    for command in ("generate", "chat", "demo", "distill"):
+        assert command in result.stdout
+        inner = run(command, "--help")
         assert inner.exit_code == 0
-        assert "--draft" in re.sub(r"\x1b\[[0-9;]*m", "", inner.output)
+        assert "--model MODEL" in inner.stdout
 
 
-def test_generate_streams_text_and_closes_with_figures(folder: str) -> None:
-    result = runner.invoke(app, ["generate", "-m", folder, "-n", "12", "Hello there"])
+def test_help_tells_n_from_n() -> None:
+    text = " ".join(run("generate", "--help").stdout.split())
+    assert re.search(r"-n, --max-tokens N .*--n N .*-n, which is --max-tokens", text)
+
+
+def test_generate_streams_text_and_closes_with_figures(tiny_folder: str) -> None:
+    result = run("generate", "-m", tiny_folder, "-n", "12", "Hello there")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip()
-    assert "tau" in result.stderr
-    assert "tok/s" in result.stderr
+    assert "\x1b" not in result.output
+    for figure in ("tau", "tok/s", "first token after"):
+        assert figure in result.stderr
 
 
-def test_json_holds_everything(folder: str) -> None:
-    arguments = [
-        "generate",
-        "-m",
-        folder,
-        "-n",
-        "8",
-        "--json",
-        "--logprobs",
-        "2",
-        "-t",
-        "0.8",
-        "--seed",
-        "3",
-        "Hi hi hi",
-    ]
-    first, second = (json.loads(runner.invoke(app, arguments).stdout) for _ in range(2))
+def test_json_holds_everything(tiny_folder: str) -> None:
+    arguments = ("-m", tiny_folder, "-n", "8", "--logprobs", "2", "-t", "0.8", "--seed", "3", "--gamma", "2", "Hi hi")
+    first, second = (answers(*arguments)[0] for _ in range(2))
     assert first["token_ids"] == second["token_ids"]
     assert len(first["token_ids"]) == len(first["origins"]) == len(first["logprobs"])
     assert first["finish_reason"] in ("stop", "length")
     assert set(first["stats"]) >= {"acceptance_rate", "acceptance_length", "drafted", "accepted", "rounds"}
+    assert set(first["model"]) >= {"architecture", "parameters", "dtype", "device", "draft"}
+    assert first["model"]["architecture"] == "LlamaForCausalLM"
 
 
-def test_plain_and_speculative_agree(folder: str) -> None:
-    base = ["generate", "-m", folder, "-n", "16", "--json", "one two three one two three one two"]
-    fast, plain = (json.loads(runner.invoke(app, [*base, flag]).stdout) for flag in ("--speculate", "--plain"))
+def test_json_carries_times(tiny_folder: str) -> None:
+    stats = answers("-m", tiny_folder, "-n", "12", "Hello")[0]["stats"]
+    assert 0 <= stats["waiting_seconds"] < stats["first_token_seconds"]
+    assert stats["first_token_seconds"] - stats["waiting_seconds"] <= stats["seconds"] + 1e-3
+
+
+def test_plain_and_speculative_agree(tiny_folder: str) -> None:
+    base = ("-m", tiny_folder, "-n", "16", "one two three one two three one two")
+    fast, plain = (answers(*base, flag)[0] for flag in ("--speculate", "--plain"))
     assert fast["token_ids"] == plain["token_ids"]
     assert plain["stats"]["drafted"] == 0
 
 
-def test_prompt_from_standard_input(folder: str) -> None:
-    arguments = ["generate", "-m", folder, "-n", "4", "--json"]
-    result = runner.invoke(app, arguments, input="from a pipe\n")  # as echo writes it
-    assert result.exit_code == 0
-    given = runner.invoke(app, [*arguments, "from a pipe"])
-    told, same = (json.loads(r.stdout) for r in (result, given))
-    assert told["token_ids"] == same["token_ids"]
-    assert told["stats"]["prompt_tokens"] == same["stats"]["prompt_tokens"]
+def test_prompt_from_standard_input(tiny_folder: str) -> None:
+    arguments = ("-m", tiny_folder, "-n", "4")
+    told, same = answers(*arguments, input="from a pipe\n"), answers(*arguments, "from a pipe")  # as echo writes it
+    assert told[0]["token_ids"] == same[0]["token_ids"]
+    assert told[0]["stats"]["prompt_tokens"] == same[0]["stats"]["prompt_tokens"]
+
+
+def test_text_reaches_a_file_as_it_is(tiny_folder: str) -> None:
+    """Nothing is wrapped or cut, however narrow the terminal is said to be."""
+    result = run("generate", "-m", tiny_folder, "-n", "300", "Hello", env={"COLUMNS": "20"})
+    assert result.stdout == answers("-m", tiny_folder, "-n", "300", "Hello")[0]["text"] + "\n"
+
+
+def test_many_prompts_from_a_file(tiny_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo\r\nthree")
+    found = answers("-m", tiny_folder, "-n", "6", "--prompts", str(path), "--max-rows", "2")
+    alone = [answers("-m", tiny_folder, "-n", "6", prompt)[0] for prompt in ("one", "two", "three")]
+    assert [a["index"] for a in found] == [0, 1, 2]
+    assert [a["token_ids"] for a in found] == [a["token_ids"] for a in alone]
+    texts = run("generate", "-m", tiny_folder, "-n", "6", "--prompts", "-", input=path.read_text())
+    headings = (f"=== {i} of 3 ===\n{a['text']}\n" for i, a in enumerate(alone, start=1))
+    assert texts.stdout == "".join(headings)
+    assert "3 answers" in texts.stderr
+
+
+def test_conversations_from_json_lines(tiny_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": "one", "note": "other fields are fine"},
+        {"messages": [{"role": "user", "content": "one"}]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}], "prediction": "ab"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    same, again, other = answers("-m", tiny_folder, "-n", "6", "--prompts", str(path))
+    assert same["token_ids"] == again["token_ids"] != other["token_ids"]
+
+
+def test_one_bad_prompt_costs_the_others_nothing(tiny_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n" + "x" * 300 + "\nthree\n")
+    arguments = ("-m", tiny_folder, "-n", "6", "--max-model-len", "100", "--prompts", str(path))
+    result = run("generate", "--json", *arguments)
+    assert result.exit_code == 2
+    first, second, third = (json.loads(line) for line in result.stdout.splitlines())
+    assert first["text"]
+    assert third["text"]
+    assert set(second) == {"index", "error"}
+    assert "error: 1 of 3 prompts have no answer" in result.stderr
+    texts = run("generate", *arguments)
+    assert texts.exit_code == 2
+    assert texts.stdout.count("===\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("nonsense\n", "line 1, is no JSON"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', "line 2, must be a JSON object with either"),
+        ('{"prompt": "a", "messages": []}\n', "either"),
+        ('{"prompt": ["a"]}\n', "no text"),
+        ('{"messages": "a"}\n', "no list"),
+        ('{"prompt": "a\\ud800"}\n', "not valid UTF-8"),
+        ("[" * 100_000 + "\n", "no JSON"),
+        ("\n\n", "hold nothing"),
+    ],
+)
+def test_a_bad_file_is_refused_before_anything_is_loaded(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    result = run("generate", "-m", "/nowhere", "--prompts", str(path))
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_several_answers_to_a_prompt(tiny_folder: str) -> None:
+    arguments = ("-m", tiny_folder, "-n", "8", "--n", "3", "-t", "1", "--seed", "5", "--gamma", "2", "Hello")
+    (found,) = answers(*arguments)
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in found["choices"]}) == 3
+    texts = run("generate", *arguments).stdout
+    for number, choice in enumerate(found["choices"], start=1):
+        assert f"=== answer {number} of 3 ===\n{choice['text']}\n" in texts
+
+
+def test_options_reach_the_request(tiny_folder: str) -> None:
+    def ids(*arguments: str) -> list[int]:
+        found: list[int] = answers("-m", tiny_folder, *arguments, "Hello")[0]["token_ids"]
+        return found
+
+    assert ids("-n", "5", "--logit-bias", "50=100") == [50] * 5
+    plain = ids("-n", "12")
+    assert ids("-n", "12", "--stop-token-id", str(plain[3])) == plain[: plain.index(plain[3]) + 1]
+    assert ids("-n", "12", "--stop-token-id", str(plain[0]), "--min-tokens", "4")[:4] != plain[:4]
+    ending = ("-n", "5", "--logit-bias", "2=100")  # </s>
+    assert ids(*ending) == [2]
+    assert ids(*ending, "--ignore-eos") == [2] * 5
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.decode(plain)
+    result = answers("-m", tiny_folder, "-n", "12", "--prediction", text, "--raw", "Hello")[0]
+    assert result["stats"]["drafted"] > 0
+
+
+def test_a_seed_alone_leaves_the_rule_to_the_engine(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--verification is passed on only when it was given."""
+    seen: list[dict[str, Any]] = []
+    from headstart.cli import options
+
+    def recorded(**given: Any) -> Any:
+        seen.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "SamplingParams", recorded)  # what is passed shows nowhere else
+    for more in ((), ("--verification", "token")):
+        run("generate", "-m", tiny_folder, "--seed", "1", *more, "Hello")
+        run("chat", "-m", tiny_folder, "--seed", "1", *more)
+    assert ["verification" in given for given in seen] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -90,39 +202,73 @@ def test_prompt_from_standard_input(folder: str) -> None:
     [
         (["generate", "-m", "{folder}", "--top-p", "2", "x"], "top_p"),
         (["generate", "-m", "{folder}", "-t", "-1", "x"], "temperature"),
-        (["generate", "-m", "{folder}", "--gamma", "fast", "x"], "gamma"),
+        (
+            ["generate", "-m", "{folder}", "--gamma", "fast", "x"],
+            "gamma must be a whole number from 1 to 64, or 'auto'",
+        ),
         (["generate", "-m", "{folder}", "--verification", "magic", "x"], "verification"),
         (["generate", "-m", "{folder}", "   "], "prompt"),
         (["generate", "-m", "{folder}", "-n", "100000", "x"], "max_tokens"),
         (["generate", "-m", "/nowhere/at/all", "x"], "/nowhere/at/all"),
         (["generate", "-m", "{folder}", "--device", "foo", "x"], "device"),
         (["generate", "-m", "{folder}", "--logprobs", "2", "x"], "--json"),
+        (["generate", "-m", "{folder}", "--logit-bias", "12", "x"], "logit_bias must be a token id and a number"),
+        (["generate", "-m", "{folder}", "--logit-bias", "999999=1", "x"], "logit_bias"),
+        (["generate", "-m", "{folder}", "--max-rows", "0", "x"], "max_rows"),
+        (["generate", "-m", "{folder}", "--prompts", "/nowhere/p.txt"], "prompts cannot be read: No such file"),
+        (["generate", "-m", "{folder}", "--prompts", "p.txt", "x"], "--prompts"),
+        (["generate", "-m", "{folder}", "a\udcffb"], "prompt is not valid UTF-8"),
+        (["generate", "-n", "many", "x"], "'--max-tokens' / '-n'"),
+        (["generate", "--nonsense", "x"], "--nonsense"),
+        (["distill"], "--out"),
+        (["gennerate"], "gennerate"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(folder: str, arguments: list[str], expected: str) -> None:
-    result = runner.invoke(app, [a.format(folder=folder) for a in arguments])
+def test_bad_input_is_one_line_and_exit_code_2(tiny_folder: str, arguments: list[str], expected: str) -> None:
+    result = run(*(a.format(folder=tiny_folder) for a in arguments))
     assert result.exit_code == 2
-    assert "error:" in result.stderr
-    assert expected in result.stderr.replace("\n", "")
-    assert "Traceback" not in result.stderr
+    assert expected in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
 
 
-def test_chat_keeps_a_conversation(folder: str) -> None:
-    result = runner.invoke(app, ["chat", "-m", folder, "-n", "6", "--seed", "1"], input="Hello\n/reset\n\nBye\n/quit\n")
-    assert result.exit_code == 0, result.output
-    assert result.stderr.count("tok/s") == 2
-    assert "started anew" in result.stderr
+def test_gamma_in_help_and_engine_is_the_same(tiny_folder: str) -> None:
+    text = " ".join(run("generate", "--help").stdout.split())
+    assert "--gamma N Tokens to draft a round: 1 to 64, or auto" in text
+    for gamma, fine in (("0", False), ("1", True), ("64", True), ("65", False)):
+        result = run("generate", "-m", tiny_folder, "-n", "2", "--gamma", gamma, "x")
+        assert result.exit_code == (0 if fine else 2)
+        assert fine or "gamma must be" in result.stderr
 
 
-def test_chat_answers_in_the_room_there_is(folder: str) -> None:
-    result = runner.invoke(app, ["chat", "-m", folder, "--max-model-len", "90", "--seed", "1"], input="Hello\n/quit\n")
-    assert result.exit_code == 0, result.output
-    assert "too long" not in result.stderr
-    assert result.stderr.count("tok/s") == 1
+def test_standard_input_that_is_no_text() -> None:
+    result = run("generate", "-m", "/nowhere", input=b"a\xffb")
+    assert result.exit_code == 2
+    assert result.stderr == "error: standard input is not valid UTF-8 (byte 1 is 0xff)\n"
+    piped = run("generate", "-m", "/nowhere", "--prompts", "-", input=b"fine\n\xc3(\n")
+    assert piped.exit_code == 2
+    assert piped.stderr == "error: standard input is not valid UTF-8 (byte 5 is 0xc3)\n"
 
 
-def test_demo_compares_plain_with_speculative(folder: str) -> None:
-    result = runner.invoke(app, ["demo", "-m", folder, "-n", "6"], env={"COLUMNS": "200"})
+def test_trusting_code_warns(tiny_folder: str) -> None:
+    result = run("generate", "-m", tiny_folder, "-n", "2", "--trust-remote-code", "x")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("warning: --trust-remote-code")
+    assert result.stderr.count("trust") == 1
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_verbose_tells_what_runs(tiny_folder: str, place: str) -> None:
+    arguments = ["generate", "-m", tiny_folder, "-n", "2", "x"]
+    arguments.insert(0 if place == "before" else 1, "--verbose")
+    told = run(*arguments).stderr
+    assert re.search(r"architecture LlamaForCausalLM, .*dtype float32, device cpu, .*draft lookup", told)
+    assert "architecture" not in run("generate", "-m", tiny_folder, "-n", "2", "x").stderr
+
+
+def test_demo_compares_plain_with_speculative(tiny_folder: str) -> None:
+    result = run("demo", "-m", tiny_folder, "-n", "6", env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     for name in ("question", "code edit", "summary", "speed-up"):
         assert name in result.stdout

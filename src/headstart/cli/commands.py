@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .exits import FAILED, complain, one_line_errors
 
-__all__ = ["Command", "Commands", "Entry", "entries"]
+__all__ = ["Command", "Commands", "Entry", "sections"]
 
 _WIDEST = 100
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside Typer
@@ -37,8 +37,15 @@ class Entry:
         return f"{self.help} [default:\xa0{self.default}]" if self.default else self.help
 
 
-def entries(command: Any, context: Any) -> Iterator[Entry]:
-    """A command's arguments and options, in order."""
+def sections(command: Any, context: Any) -> dict[str, list[Entry]]:
+    """A command's arguments and options under their headings, --help and its like last."""
+    found: dict[str, list[Entry]] = {}
+    for entry in _entries(command, context):
+        found.setdefault(entry.section, []).append(entry)
+    return found | {"Options": found.pop("Options")}
+
+
+def _entries(command: Any, context: Any) -> Iterator[Entry]:
     for param in command.get_params(context):
         if param.param_type_name == "argument":
             yield Entry("Arguments", param.metavar or param.name, param.help or "", "")
@@ -62,13 +69,9 @@ class Command(TyperCommand):
         return super().get_help(_fitted(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for entry in entries(self, ctx):
-            sections.setdefault(entry.section, []).append((entry.names, entry.text))
-        general = sections.pop("Options", [])  # --help and its like come last
-        for name, rows in [*sections.items(), ("Options", general)]:
+        for name, rows in sections(self, ctx).items():
             with formatter.section(name):
-                _side_by_side(formatter, rows)
+                _side_by_side(formatter, [(entry.names, entry.text) for entry in rows])
 
 
 class Commands(TyperGroup):
@@ -81,7 +84,7 @@ class Commands(TyperGroup):
         with formatter.section("Commands"):
             _side_by_side(formatter, [(name, _about(self.get_command(ctx, name))) for name in self.list_commands(ctx)])
         with formatter.section("Options"):
-            _side_by_side(formatter, [(entry.names, entry.text) for entry in entries(self, ctx)])
+            _side_by_side(formatter, [(entry.names, entry.text) for entry in _entries(self, ctx)])
 
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():

@@ -6,14 +6,16 @@ Knows: the options and how progress looks on a terminal. Does not know: how a dr
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..errors import InvalidParameter
+from ..machine.progress import Tell, silent, telling
 from .options import TargetOptions, option
 from .screen import describe, notes, output, show_table
 
@@ -171,41 +173,52 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 class _Screen:
-    """One bar for the data, one for training, and a line for each measurement."""
+    """How far it is: a bar for the data and one for training on a terminal, lines elsewhere; and all measurements."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._console = console
-        self._progress = Progress(*columns, console=console, transient=False)
-        self._steps = steps
-        self._bar: Any = None
+        self._console, self._steps = console, steps
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=console)
+        self._bar: TaskID | None = None
+        self._open = ExitStack()
+        self._tell: Tell = silent
 
     def __enter__(self) -> _Screen:
-        self._progress.start()
+        if self._progress is not None:
+            self._open.enter_context(self._progress)
+        else:
+            self._tell = self._open.enter_context(telling(None))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._open.close()
 
     def stage(self, text: str) -> None:
         self._console.print(f"[bold]{text}[/]")
+        self._tell("")
         self._bar = None
 
     def data(self, done: int, total: int, tokens: int) -> None:
-        if self._bar is None:
-            self._bar = self._progress.add_task("shards", total=total)
-        self._progress.update(self._bar, completed=done)
+        self._advance("shards", done, total)
 
     def training(self, mark: Any, step: int) -> None:
-        if self._bar is None:
-            self._bar = self._progress.add_task("steps", total=self._steps)
-        self._progress.update(self._bar, completed=step)
+        self._advance("steps", step, self._steps)
         if mark is not None:
             loss = f"loss {mark.loss:.3f}  " if mark.step else ""
             self._console.print(
                 f"  step {mark.step:5d}  {loss}alpha {mark.alpha[0]:.3f} (greedy {mark.greedy[0]:.3f})  "
                 f"tau {mark.tau:.2f} (greedy {mark.tau_greedy:.2f})  predicted speed-up {mark.speedup:.2f}x"
             )
+
+    def _advance(self, what: str, done: int, total: int) -> None:
+        self._tell(f"{what}: {done} of {total}")
+        if self._progress is None:
+            return
+        if self._bar is None:
+            self._bar = self._progress.add_task(what, total=total)
+        self._progress.update(self._bar, completed=done)
 
 
 def _show(before: Any, after: Any, out: Path) -> None:

@@ -1,57 +1,28 @@
 """How a command ends: exit codes, and errors as one line.
 
 Knows: what goes wrong outside a command's own work (Ctrl-C, a closed pipe, a full disk). Does not know: any command.
-Imports nothing that takes time, so that Ctrl-C is looked after from the first moment.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 
 from ..errors import HeadstartError
+from .stopping import STOPPED
 
-__all__ = ["FAILED", "PIPE_CLOSED", "STOPPED", "complain", "one_line_errors", "sentence", "stop_at_once"]
+__all__ = ["FAILED", "PIPE_CLOSED", "complain", "one_line_errors", "sentence"]
 
 log = logging.getLogger(__name__)
 
 FAILED = 2  # the command could not be done; standard error says why in one line
-STOPPED = 130  # Ctrl-C, as shells count it: 128 + SIGINT
 PIPE_CLOSED = 141  # nobody reads the output any more: 128 + SIGPIPE
 
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's words on a CPU and on a GPU
 _NO_SPACE = ("No space left on device", "Disk quota exceeded")
-
-
-@contextmanager
-def stop_at_once() -> Iterator[None]:
-    """While modules are imported: Ctrl-C ends the process with one line.
-
-    Importing takes seconds, has nothing to clean up, and some packages catch any exception on their way; so this
-    raises none.
-    """
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    clear = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""  # a progress line may stand there, with the cursor hidden
-    with suppress(OSError):
-        os.write(2, f"{clear}stopped\n".encode())
-    os._exit(STOPPED)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from ..config import Config
 from ..errors import InvalidParameter
 from ..machine.progress import Tell, telling
 from ..types import SamplingParams
-from .exits import stop_at_once
 from .screen import facts, note, show_log
+from .stopping import StopAtOnce
 
 __all__ = [
     "DRAFTING",
@@ -102,7 +102,7 @@ class TargetOptions:
         with telling(None) as tell, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="trust_remote_code is on")  # said above
             tell("importing torch and transformers")
-            with stop_at_once():
+            with StopAtOnce():
                 import_module("..api", __package__)
             yield tell
 

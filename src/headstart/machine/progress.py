@@ -51,7 +51,7 @@ def telling(progress: Tell | None) -> Iterator[Tell]:
 
     def tell(text: str) -> None:
         if text:
-            spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
+            spinner.update(text=Text(text))
             line.start()
         else:
             line.stop()
