@@ -48,10 +48,10 @@ class DraftConfig:
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.gamma != "auto":
-            _at_least("gamma", self.gamma, 1)
-            if self.gamma > 64:
-                raise InvalidParameter("gamma", f"must be at most 64, not {self.gamma}")
+        whole = isinstance(self.gamma, int) and not isinstance(self.gamma, bool)
+        if self.gamma != "auto" and not (whole and 1 <= self.gamma <= 64):
+            none = "; draft=None (--draft none) drafts nothing" if self.gamma == 0 else ""
+            raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 1 to 64, not {self.gamma!r}{none}")
         _at_least("max_gamma", self.max_gamma, 1)
         if self.max_gamma > 64:
             raise InvalidParameter("max_gamma", f"must be at most 64, not {self.max_gamma}")

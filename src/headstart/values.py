@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
-
-import numpy as np
-import torch
 
 from .errors import InvalidParameter
 
@@ -34,9 +32,17 @@ def shown(value: object) -> str:
 
 def plain(value: Any) -> Any:
     """A NumPy scalar, or an array or tensor without dimensions, as the Python value it holds; others as they are."""
-    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0:
+    if isinstance(value, _arrays()) and value.ndim == 0:
         return value.item()
     return value
+
+
+def _arrays() -> tuple[Any, ...]:
+    """What NumPy and torch call their arrays. They are not imported for it, which would take seconds: whoever passes an
+    array has done so."""
+    kinds = (("numpy", "generic"), ("numpy", "ndarray"), ("torch", "Tensor"))
+    found = (getattr(sys.modules.get(module), name, None) for module, name in kinds)
+    return tuple(kind for kind in found if kind is not None)
 
 
 def number(name: str, value: object, low: float, high: float) -> float:
@@ -75,7 +81,7 @@ def ids(name: str, value: object) -> list[int]:
 
     Whether the model has these ids is not asked here.
     """
-    if isinstance(value, (np.ndarray, torch.Tensor)):
+    if isinstance(value, _arrays()):
         kind = str(value.dtype)
         if value.ndim != 1:
             raise InvalidParameter(name, f"must be token ids [T], not of shape {tuple(value.shape)}")

@@ -295,7 +295,7 @@ def _gamma(text: str) -> int | Literal["auto"]:
     try:
         return int(text)
     except ValueError:
-        raise InvalidParameter("gamma", f"must be a whole number from 1 to 64, or 'auto', not {text!r}") from None
+        raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 1 to 64, not {text!r}") from None
 
 
 def _kind(text: str) -> Any:
