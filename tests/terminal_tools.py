@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -75,11 +76,17 @@ class Terminal:
                 continue
         raise AssertionError(f"{pattern!r} was not shown; the screen: {self.shown[-2000:]!r}")
 
-    def end(self, seconds: float = 60) -> int:
-        """The exit status."""
-        while self._read(seconds):
+    def end(self, keys: str = "", seconds: float = 60) -> int:
+        """The exit status. ``keys`` are pressed until it ends; see ``interrupt`` for why once may not be enough."""
+        limit = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < limit:
+            with suppress(OSError):  # it may be gone by now
+                self.send(keys)
+            while self._read(3):
+                pass
+        while self._read(0):
             pass
-        return self.process.wait(seconds)
+        return self.process.wait(1)
 
     def _read(self, seconds: float) -> bool:
         """Take in what is there. False: nothing came in time, or the process is gone."""

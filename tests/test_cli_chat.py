@@ -66,8 +66,7 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
         terminal.wait_for(PROMPT)
         terminal.interrupt("Ctrl-C again or Ctrl-D ends")
         terminal.wait_for(PROMPT)
-        terminal.send(CTRL_C)
-        assert terminal.end() == 0
+        assert terminal.end(CTRL_C) == 0
     system, asked, answered = json.loads(saved.read_text())
     assert system == {"role": "system", "content": "Be kind"}
     assert asked == {"role": "user", "content": "Hello\nthere"}
@@ -79,8 +78,7 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
         terminal.wait_for(PROMPT)
         terminal.send(UP + UP)  # typed in the session before
         terminal.wait_for("/save")
-        terminal.send("\x15" + CTRL_D)  # Ctrl-U clears the line
-        assert terminal.end() == 0
+        assert terminal.end("\x15" + CTRL_D) == 0  # Ctrl-U clears the line
         assert "Traceback" not in terminal.shown
 
 
