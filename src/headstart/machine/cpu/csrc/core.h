@@ -35,20 +35,37 @@ HS_INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x,
 HS_INLINE vi splat_int(int32_t x) { return (vi){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 HS_INLINE vi lane_numbers() { return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-// a * b + c, rounded once where the machine can. Said with intrinsics, because a compiler that is left to choose may
-// choose differently in two copies of a loop.
-HS_INLINE vf fma(vf a, vf b, vf c) {
+// a * b + c, rounded once, on every machine: so a model's numbers are the same bits with every instruction set. Said with
+// intrinsics, because a compiler that is left to choose may choose differently in two copies of a loop.
 #if defined(__AVX512F__)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+HS_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif defined(__FMA__)
+HS_INLINE vf fma(vf a, vf b, vf c) {
     union { vf v; __m256 h[2]; } x{a}, y{b}, z{c};
     z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
     z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
     return z.v;
-#else
-    return a * b + c;
-#endif
 }
+#elif defined(__aarch64__) || defined(__FP_FAST_FMAF)
+HS_INLINE vf fma(vf a, vf b, vf c) {
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#else
+// By way of doubles, which hold a product of floats exactly. Their sum is rounded to odd (its last bit is set where it is
+// not exact), so that rounding it again, to a float, gives what one rounding would have given.
+typedef double vd __attribute__((vector_size(128)));
+typedef int64_t vl __attribute__((vector_size(128)));
+
+static __attribute__((noinline)) vf fma(vf a, vf b, vf c) {
+    const vd p = __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd), q = __builtin_convertvector(c, vd);
+    const vd s = p + q, back = s - p, error = (p - (s - back)) + (q - back);  // s + error is p + q, exactly
+    const vd zero = {};
+    const vl inexact = (error > zero) | (error < zero);  // neither for infinities and NaN
+    const vl one = inexact & ~(vl)s & 1, inward = (error < zero) ^ (s < zero);
+    return __builtin_convertvector((vd)((vl)s + ((one ^ inward) - inward)), vf);
+}
+#endif
 
 HS_INLINE vf larger(vf a, vf b) {
 #if defined(__AVX512F__)
@@ -60,11 +77,23 @@ HS_INLINE vf larger(vf a, vf b) {
 
 HS_INLINE vf magnitude(vf a) { return (vf)((vi)a & splat_int(0x7fffffff)); }
 
-// Over the lanes, in halves: always the same order.
+// Over the lanes, in halves: always the same order, which a compiler's own reduction does not promise.
 #if defined(__AVX512F__)
-HS_INLINE float sum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
+HS_INLINE __m256 low_half(vf v) { return _mm512_castps512_ps256((__m512)v); }
+HS_INLINE __m256 high_half(vf v) { return _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1)); }
+HS_INLINE float sum(vf v) {
+    const __m256 a = _mm256_add_ps(low_half(v), high_half(v));
+    const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+HS_INLINE float greatest(vf v) {
+    const __m256 a = _mm256_max_ps(low_half(v), high_half(v));
+    const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
 HS_INLINE int32_t sum(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
-HS_INLINE float greatest(vf v) { return _mm512_reduce_max_ps((__m512)v); }
 #else
 template <typename T, typename V> HS_INLINE T fold(V v, T (*join)(T, T)) {
     T t[LANES];

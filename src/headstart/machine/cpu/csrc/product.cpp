@@ -123,6 +123,21 @@ HS_API void hs_unpack(const Matrix* m, const int32_t* rows, int count, float* to
     for (int i = 0; i < count; i++) hs_unpack_row(m, rows[i], to + (size_t)i * m->inputs);
 }
 
+// The instructions that this library was compiled to use.
+HS_API const char* hs_instructions() {
+#if defined(__AVX512VNNI__)
+    return "AVX-512 VNNI";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "AVX2";
+#elif defined(__aarch64__)
+    return "NEON";
+#else
+    return "plain";
+#endif
+}
+
 // Ask for large pages: weights are read from end to end every step.
 HS_API void hs_advise(void* start, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
