@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
 from headstart import LLM
+from headstart.machine.cpu import build
 from headstart.testing import tiny_model, tiny_tokenizer
 
 
@@ -34,3 +38,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tiny_model("llama", max_position_embeddings=4096).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The kernels' folder of an empty cache, in a process that has loaded none."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HEADSTART_CPU_ISA", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(build, "_libraries", {})
+    monkeypatch.setattr(build, "_failures", {})
+    monkeypatch.setattr(build, "PAUSES", (0.0, 0.0))
+    yield tmp_path / "cache" / "kernels"
+    assert not list((tmp_path / "cache" / "kernels").glob(".*")), "something is left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,28 @@ def test_a_killed_run_ends_where_a_whole_one_does(
         assert torch.equal(mine, other)
     with pytest.raises(InvalidParameter, match="another learning_rate"):
         trained(target, corpus, tmp_path / "cut", TrainSettings(**vars(settings) | {"learning_rate": 1.0}), kind)
+
+
+def test_killed_between_two_checkpoints(target: PreTrainedModel, corpus: Corpus, tmp_path: Path) -> None:
+    """The old one is set aside, the new one not yet in its place, and half of another lies about."""
+    settings = TrainSettings(**vars(TOY) | {"steps": 4, "evaluate_every": 4, "checkpoint_every": 2, "rows": 4})
+    trained(target, corpus, tmp_path, settings)
+    assert {path.stat().st_mode & 0o444 for path in (tmp_path / "checkpoint").iterdir()} == {0o444 & ~umask()}
+    (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint-old")
+    left = tmp_path / ".checkpoint-123"
+    left.mkdir()
+    os.utime(left, (1e9, 1e9))
+    made = student(target)
+    teacher = Teacher(target, made.net.config.watch)
+    assert Trainer(made, teacher, corpus, settings, COST, tmp_path).step == 4
+    teacher.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
 
 
 def test_muon_moves_the_matrices_and_adamw_the_rest(target: PreTrainedModel, corpus: Corpus, tmp_path: Path) -> None:

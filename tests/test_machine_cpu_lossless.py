@@ -13,7 +13,7 @@ from test_equality import prompts, trees
 from transformers import PreTrainedModel
 
 from headstart import LLM, SamplingParams
-from headstart.errors import InvalidParameter, ModelRefused
+from headstart.errors import HeadstartWarning, InvalidParameter, ModelRefused
 from headstart.machine.cpu import build
 from headstart.machine.cpu.opening import threads_for
 from headstart.machine.cpu.runner import CpuRunner
@@ -121,7 +121,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.machine.cpu.opening.no_kernels", lambda: "no C++ compiler found")
     with pytest.raises(ModelRefused, match=r"no C\+\+ compiler found; use quantization=None"):
         LLM(target(), None, max_model_len=64, quantization="int8")
-    llm = LLM(target(), draft(), max_model_len=64)
+    with pytest.warns(HeadstartWarning, match=r"the draft model runs in float32.*no C\+\+ compiler found"):
+        llm = LLM(target(), draft(), max_model_len=64)
     assert not isinstance(llm.engine.parts.drafter.runner, CpuRunner)
 
 

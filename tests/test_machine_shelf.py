@@ -25,8 +25,6 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    # The compiled kernels are found where they were: nothing is compiled for a new cache folder.
-    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path / "elsewhere")
     made = tmp_path / "model"
     tiny_model("qwen3", **SIZES).save_pretrained(made)
     tiny_tokenizer().save_pretrained(made)

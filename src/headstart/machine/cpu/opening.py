@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,15 +20,25 @@ from time import perf_counter
 
 import torch
 
-from ...errors import InvalidParameter, ModelRefused
+from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
 from ..cache import cache_folder, write_whole
 from ..loading import Capability, Loaded
 from .build import isa
 from .build import why_not as no_kernels
+from .library import instructions
 from .packed import Packed, pack_model, why_not
 from .runner import CpuRunner
 
-__all__ = ["QUANTIZATIONS", "check_quantization", "described", "open_packed", "reason_against", "threads_for"]
+__all__ = [
+    "QUANTIZATIONS",
+    "can_round_draft",
+    "check_quantization",
+    "described",
+    "fall_back",
+    "open_packed",
+    "reason_against",
+    "threads_for",
+]
 
 QUANTIZATIONS = ("int8", "int4")
 MOST_THREADS = 16  # more do not help: memory is the limit
@@ -39,11 +51,31 @@ def check_quantization(name: str, value: object) -> None:
         raise InvalidParameter(name, f"must be 'auto', None, 'int8' or 'int4', not {value!r}")
 
 
+def fall_back(what: str, reason: str) -> None:
+    """Say that something runs without the kernels, and why; refuse it if $HEADSTART_REQUIRE_KERNELS asks for them."""
+    if os.environ.get("HEADSTART_REQUIRE_KERNELS", "").lower() not in ("", "0", "false", "no"):
+        raise ModelRefused(
+            f"{what}, because {reason}; HEADSTART_REQUIRE_KERNELS is set, so that is refused: make the kernels work, "
+            "or unset it"
+        )
+    warnings.warn(f"{what}: {reason}", HeadstartWarning, stacklevel=3)
+
+
 def reason_against(loaded: Loaded) -> str | None:
     """None if the kernels can run this model here, else why not, in words."""
     if loaded.model.device.type not in ("cpu", "meta"):
         return f"quantized weights are for the CPU, and the model is on {loaded.model.device}"
     return why_not(loaded.model) or no_kernels()
+
+
+def can_round_draft(loaded: Loaded) -> bool:
+    """Can the kernels run this draft here? Where they could if only they were there, that is said."""
+    if loaded.model.device.type not in ("cpu", "meta") or why_not(loaded.model) is not None:
+        return False
+    missing = no_kernels()
+    if missing is not None:
+        fall_back("the draft model runs in float32 on torch, several times slower", missing)
+    return missing is None
 
 
 def open_packed(
@@ -65,7 +97,14 @@ def described(report: Capability, packed: Packed) -> Capability:
         f"weights are {packed.plan.kind} in groups of 32 (embedding and output head int8), activations 8 bits a token; "
         "speculation is lossless with respect to this rounded model"
     )
-    return replace(report, dtype=packed.plan.kind, device="cpu", bytes=packed.bytes, notes=(*report.notes, note))
+    return replace(
+        report,
+        dtype=packed.plan.kind,
+        device="cpu",
+        bytes=packed.bytes,
+        notes=(*report.notes, note),
+        kernels=f"C++ ({instructions()})",
+    )
 
 
 # -- threads ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..files import open_guarded, replacing
 from ..fused.lower import Weights, lower
 from ..fused.lower import why_not as why_not_lowered
 from .library import KINDS, MatrixRecord, kernels
@@ -216,7 +218,11 @@ def _padded(outputs: int) -> int:
 def save_packed(packed: Packed, path: Path, about: str = "") -> None:
     """One safetensors file; the plan, and what there is to say ``about`` the model, are in its header."""
     header = {"version": VERSION, "plan": json.dumps(asdict(packed.plan)), "about": about}
-    save_file({"data": packed.data}, path, metadata=header)
+    with replacing(path, guarded=True) as work:
+        try:
+            save_file({"data": packed.data}, work, metadata=header)
+        except SafetensorError as error:  # what a full disk is called there
+            raise OSError(str(error)) from error
 
 
 def said_about(path: Path) -> str:
@@ -229,7 +235,9 @@ def said_about(path: Path) -> str:
 
 
 def load_packed(path: Path) -> Packed | None:
-    """Read a file of ``save_packed``; None if it is of another version, or damaged."""
+    """Read a file of ``save_packed``; None if it is of another version, or damaged. PermissionError if others can have
+    written it: nothing in it is looked at but its size."""
+    os.close(open_guarded(path))
     try:
         return _read_packed(path)
     except SafetensorError:

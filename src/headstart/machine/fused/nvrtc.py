@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import cache_folder, write_whole
+from ..cache import clear_unused, guarded_folders
+from ..files import locked, read_guarded, sweep, write_whole
 
 __all__ = ["Kernel", "binary"]
 
@@ -66,12 +68,34 @@ def binary(name: str, text: str, architecture: str) -> bytes:
     _check(lib.nvrtcVersion(ctypes.byref(version), ctypes.byref(version, 4)), "nvrtcVersion")
     options = [f"-arch={architecture}", "-std=c++17", "-use_fast_math"]
     known = hashlib.sha256(repr((text, options, list(version))).encode()).hexdigest()
-    kept = cache_folder() / "kernels" / f"{name}-{known[:20]}.cubin"
-    if kept.exists():
-        return kept.read_bytes()
-    made = _compile(text.encode(), f"{name}.cu", options)
-    with suppress(OSError):  # then it is compiled again next time
-        write_whole(kept, made)
+    kept = f"{name}-{known[:20]}.cubin"
+    found = _kept(kept)
+    if found is not None:
+        return found
+    place = next(guarded_folders("kernels", make=True, elsewhere=True), None)
+    with locked(place / kept) if place is not None else nullcontext():
+        found = _kept(kept)  # by another who was at it
+        return found if found is not None else _made(kept, text, f"{name}.cu", options)
+
+
+def _kept(name: str) -> bytes | None:
+    for folder in guarded_folders("kernels", elsewhere=True):
+        with suppress(OSError):  # not there, or others can have written it
+            found = read_guarded(folder / name)
+            with suppress(OSError):
+                os.utime(folder / name)  # used now
+            clear_unused(folder)
+            return found
+    return None
+
+
+def _made(kept: str, text: str, name: str, options: Sequence[str]) -> bytes:
+    made = _compile(text.encode(), name, options)
+    for folder in guarded_folders("kernels", make=True, elsewhere=True):
+        with suppress(OSError):  # then in the next one; or it is compiled again next time
+            sweep(folder)
+            write_whole(folder / kept, made, guarded=True)
+            break
     return made
 
 
