@@ -29,7 +29,7 @@ from gpu_common import TOKENS, assisted, bandwidth, hugging_face, log, speed, we
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart import LLM, SamplingParams
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.lab.grow import SHAPES, cut, grow
 from headstart.machine import fused
 from headstart.machine.loading import load

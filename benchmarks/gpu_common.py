@@ -13,7 +13,7 @@ import torch
 from common import greedy, median, set_draft_length
 
 from headstart import LLM, SamplingParams
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.types import Round
 
 TOKENS = 256

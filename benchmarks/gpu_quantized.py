@@ -28,7 +28,7 @@ from gpu_common import bandwidth, log, speed
 from torch.nn.functional import cross_entropy
 
 from headstart import LLM, SamplingParams
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.lab.grow import SHAPES, grow
 from headstart.machine.fused.rounding import rounded
 from headstart.machine.loading import load

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headstart.config import EngineConfig
-from headstart.controller import AdaptiveController, Controller, FixedController
+from headstart.control.adaptive import AdaptiveController
+from headstart.control.controller import Controller, FixedController
 from headstart.drafters.base import Drafter
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter

@@ -18,6 +18,7 @@ FLOORS = {
     "maths": 1,
     "machine": 2,
     "drafters": 3,
+    "control": 3,
     "controller": 3,
     "engine": 4,
     "lab": 5,
@@ -39,7 +40,7 @@ NEIGHBOURS = {
     ("sampling", "values"),
     ("config", "values"),
     *((ground, "errors") for ground in ("types", "sampling", "values", "config")),
-    ("controller", "types"),
+    ("controller", "control"),
     ("lab", "distill"),
 }
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}

@@ -204,7 +204,7 @@ def test_a_seed_alone_leaves_the_rule_to_the_engine(tiny_folder: str, monkeypatc
         (["generate", "-m", "{folder}", "-t", "-1", "x"], "temperature"),
         (
             ["generate", "-m", "{folder}", "--gamma", "fast", "x"],
-            "gamma must be 'auto' or a whole number from 1 to 64",
+            "gamma must be 'auto' or a whole number from 0 to 64",
         ),
         (["generate", "-m", "{folder}", "--verification", "magic", "x"], "verification"),
         (["generate", "-m", "{folder}", "   "], "prompt"),
@@ -235,11 +235,12 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny_folder: str, arguments: list
 
 def test_gamma_in_help_and_engine_is_the_same(tiny_folder: str) -> None:
     text = " ".join(run("generate", "--help").stdout.split())
-    assert "--gamma N Tokens to draft a round: 1 to 64, or auto" in text
-    for gamma, fine in (("0", False), ("1", True), ("64", True), ("65", False)):
+    assert "--gamma N Tokens to draft a round: 1 to 64, 0 for none, or auto" in text
+    for gamma, fine in (("0", True), ("1", True), ("64", True), ("65", False), ("-1", False)):
         result = run("generate", "-m", tiny_folder, "-n", "2", "--gamma", gamma, "x")
         assert result.exit_code == (0 if fine else 2)
-        assert fine or "gamma must be 'auto' or a whole number from 1 to 64" in result.stderr
+        assert fine or "gamma must be 'auto' or a whole number from 0 to 64" in result.stderr
+        assert ("gamma is 0" in result.stderr) is (gamma == "0")
 
 
 def test_standard_input_that_is_no_text() -> None:

@@ -83,7 +83,7 @@ def test_unknown_ids_are_refused_where_the_vocabulary_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("gamma", 0), ("gamma", 65), ("gamma", "fast"), ("max_rows", 0), ("max_model_len", 1), ("prefill_chunk", 0)],
+    [("gamma", -1), ("gamma", 65), ("gamma", "fast"), ("max_rows", 0), ("max_model_len", 1), ("prefill_chunk", 0)],
 )
 def test_bad_settings_name_their_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidParameter) as caught:

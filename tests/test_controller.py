@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from headstart.config import DraftConfig
-from headstart.controller import AdaptiveController, FixedController, TwoMinds, controller_for
+from headstart.control.adaptive import AdaptiveController
+from headstart.control.controller import FixedController, TwoMinds, controller_for
 from headstart.types import Proposal, Round, SamplingParams
 
 
@@ -279,5 +280,22 @@ def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller = AdaptiveController(10)
     play(controller, holds=0.5, cost=FLAT, rounds=10)
     controller.forget("a")
-    assert not controller._own
+    assert "a" not in controller._acceptance
     assert not controller._idle
+
+
+def test_a_slow_moment_of_plain_rounds_does_not_keep_useless_drafts() -> None:
+    """While drafts are made no plain round is timed: one that looked slower than a wider one would do so for ever."""
+    controller = AdaptiveController(10, free=True)
+    for _ in range(7):
+        controller.observe([replace(ROUND, verify_seconds=3.0, round_seconds=3.0)])
+    cost = {width: 1.0 + 0.1 * width for width in range(1, 12)}
+    drafted = []
+    for _ in range(200):
+        (kept,) = controller.trim([View()], [Proposal.chain([1] * 8)])
+        n = len(kept) if kept is not None else 0
+        drafted.append(n)
+        seconds = cost[n + 1]
+        record = replace(ROUND, drafted=n, width=n + 1, verify_seconds=seconds, round_seconds=seconds)
+        controller.observe([replace(record, outcomes=(False,) * bool(n))])
+    assert sum(drafted[-100:]) <= 10, "only the rare probe"

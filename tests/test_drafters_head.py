@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headstart import LLM, InvalidParameter, ModelRefused, SamplingParams
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
 from headstart.distill.students import Batch, HeadStudent, Teacher
 from headstart.drafters.head import HeadDrafter

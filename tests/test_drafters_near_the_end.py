@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headstart import LLM, SamplingParams
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.drafters.base import Drafter
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.lookup import LookupDrafter

@@ -12,7 +12,7 @@ from engines import run, table, table_engine
 from test_engine_captured import DeviceTable
 
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.drafters.base import Drafter
 from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine

@@ -19,7 +19,7 @@ from test_drafters_head import target as head_target
 
 from headstart import LLM, SamplingParams
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter

@@ -24,7 +24,7 @@ from test_engine_bad_proposals import (
 from test_engine_captured import DeviceTable
 
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.pen import AGREEMENT_HEAT, Pen
 from headstart.engine.engine import Engine

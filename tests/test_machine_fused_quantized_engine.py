@@ -11,7 +11,7 @@ import torch
 from test_gpu_captured import PROMPTS, SIZE, pair
 
 from headstart import LLM, SamplingParams
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.machine.opening import load_draft
 from headstart.testing import tiny_model
 

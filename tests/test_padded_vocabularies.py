@@ -17,7 +17,7 @@ from statistics_tools import chi_squared
 
 from headstart import LLM, SamplingParams
 from headstart.config import EngineConfig
-from headstart.controller import FixedController
+from headstart.control.controller import FixedController
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from engines import drafters, run, table, table_engine
 
 from headstart import LLM, SamplingParams
-from headstart.controller import AdaptiveController
+from headstart.control.adaptive import AdaptiveController
 from headstart.testing import TableRunner, tiny_model
 from headstart.types import Request
 

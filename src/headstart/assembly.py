@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from .config import Config
-from .controller import Controller, controller_for
+from .control.controller import Controller, controller_for
 from .drafters.base import Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
@@ -156,6 +156,8 @@ class _Drafters:
     controller: Controller | None = None  # known when the drafter is: it asks only while it drafts
 
     def drafter(self, draft: Model | Drafter | None) -> Drafter | None:
+        if self.config.draft.most == 0:
+            return None  # nothing will be drafted, so nothing is loaded or asked either
         if draft is None or isinstance(draft, Drafter):
             return draft
         if draft == "auto":

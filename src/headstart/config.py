@@ -41,7 +41,7 @@ class EngineConfig:
 class DraftConfig:
     """How far ahead to guess. ``gamma="auto"`` lets the controller choose, round by round; zero is an answer."""
 
-    gamma: int | Literal["auto"] = "auto"
+    gamma: int | Literal["auto"] = "auto"  # 0: never draft
     max_gamma: int = 10  # the most "auto" may choose
     # On a GPU, go on drafting while the target verifies. None: where it measured faster, which is fused kernels and a
     # fixed draft length.
@@ -49,9 +49,8 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         whole = isinstance(self.gamma, int) and not isinstance(self.gamma, bool)
-        if self.gamma != "auto" and not (whole and 1 <= self.gamma <= 64):
-            none = "; draft=None (--draft none) drafts nothing" if self.gamma == 0 else ""
-            raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 1 to 64, not {self.gamma!r}{none}")
+        if self.gamma != "auto" and not (whole and 0 <= self.gamma <= 64):
+            raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 0 to 64, not {self.gamma!r}")
         _at_least("max_gamma", self.max_gamma, 1)
         if self.max_gamma > 64:
             raise InvalidParameter("max_gamma", f"must be at most 64, not {self.max_gamma}")

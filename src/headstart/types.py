@@ -109,6 +109,9 @@ class Proposal:
 
     ``strength`` is what the drafter knew about its own guess before making it (a match length, say); the
     controller learns how far to trust each value. 0 means that it knows nothing.
+
+    ``paid`` matters where a drafter is ``free`` as a whole: this guess cost time for every token and was asked for by
+    length beforehand (``PortfolioDrafter`` says it of its costly half), so it is not looked at again, and not cut.
     """
 
     tokens: tuple[int, ...]
@@ -116,6 +119,7 @@ class Proposal:
     q: torch.Tensor | None = None  # [n, V]
     draw: Draw = "point"
     strength: int = 0
+    paid: bool = False
 
     @staticmethod
     def chain(tokens: Sequence[int], q: torch.Tensor | None = None, strength: int = 0) -> Proposal:
@@ -154,9 +158,10 @@ class Round:
     draft_seconds: float
     verify_seconds: float  # the target's forward alone
     round_seconds: float  # the whole round, for all its rows
-    outcomes: tuple[bool, ...] = ()  # for a chain: was token i accepted; only up to and with the first rejection
+    outcomes: tuple[bool, ...] = ()  # was a token of level i accepted; only up to and with the first rejection
     strength: int = 0
     drafter: str = ""
+    paid: bool = False  # see ``Proposal``
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class ModelOptions(TargetOptions):
         option(
             of="N",
             section=DRAFTING,
-            help="Tokens to draft a round: 1 to 64, or auto to measure and choose. To draft none: --draft none.",
+            help="Tokens to draft a round: 1 to 64, 0 for none, or auto to measure and choose.",
         ),
     ] = "auto"
     draft_quantization: Annotated[
@@ -295,7 +295,7 @@ def _gamma(text: str) -> int | Literal["auto"]:
     try:
         return int(text)
     except ValueError:
-        raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 1 to 64, not {text!r}") from None
+        raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 0 to 64, not {text!r}") from None
 
 
 def _kind(text: str) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..config import EngineConfig
-from ..controller import FixedController
+from ..control.controller import FixedController
 from ..engine.engine import Engine
 from ..errors import GenerationFailed, InvalidParameter
 from ..machine import fused

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..config import EngineConfig
-from ..controller import FixedController
+from ..control.controller import FixedController
 from ..drafters.base import Drafter
 from ..engine.engine import Engine
 from ..engine.stats import Tally

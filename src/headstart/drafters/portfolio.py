@@ -9,6 +9,7 @@ nothing repeats. So the copier is asked first, and its guess is taken when its m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..types import DraftView, Proposal, Verdict
 from .base import Drafter
@@ -42,7 +43,7 @@ class PortfolioDrafter(Drafter):
         if not any(left):
             return copied
         drafted = self.costly.propose(views, self._budgets(views, left))
-        return [guess if guess is not None else other for guess, other in zip(copied, drafted, strict=True)]
+        return [guess if guess is not None else _paid(other) for guess, other in zip(copied, drafted, strict=True)]
 
     def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
         self.costly.commit(views, verdicts)
@@ -54,3 +55,8 @@ class PortfolioDrafter(Drafter):
     def reset(self) -> None:
         self.lookup.reset()
         self.costly.reset()
+
+
+def _paid(guess: Proposal | None) -> Proposal | None:
+    """Its length was settled beforehand: what is free here is only the other half."""
+    return None if guess is None else replace(guess, paid=True)

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..controller import Controller
+from ..control.controller import Controller
 from ..drafters.base import Drafter
 from ..errors import GenerationFailed, HeadstartError, InvalidParameter
 from ..machine.runner import ModelRunner

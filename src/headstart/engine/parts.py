@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ..controller import Controller
+from ..control.controller import Controller
 from ..drafters.base import Drafter
 from ..machine.runner import ModelRunner
 from ..types import Verdict

@@ -174,7 +174,6 @@ def _records(
         verdict = outcome.verdicts[i]
         path = verdict.path if verdict is not None else ()
         drafted = len(proposal) if proposal is not None else 0
-        chain = proposal is not None and proposal.is_chain and verdict is not None
         record = Round(
             sequence=sequence.id,
             drafted=drafted,
@@ -186,11 +185,18 @@ def _records(
             draft_seconds=outcome.draft_seconds,
             verify_seconds=outcome.verify_seconds,
             round_seconds=seconds,
-            outcomes=(True,) * len(path) + (False,) * (len(path) < drafted) if chain else (),
+            outcomes=_outcomes(proposal, path) if proposal is not None and verdict is not None else (),
             strength=proposal.strength if proposal is not None else 0,
             drafter=drafter,
+            paid=proposal is not None and proposal.paid,
         )
         if kept[i]:
             sequence.record(record)
             rounds.append(record)
     return rounds
+
+
+def _outcomes(proposal: Proposal, path: tuple[int, ...]) -> tuple[bool, ...]:
+    """Level by level: did one of the guesses hold? Only up to and with the first level where none did."""
+    refused = (path[-1] if path else -1) in proposal.parents  # something was guessed behind the last accepted token
+    return (True,) * len(path) + (False,) * refused

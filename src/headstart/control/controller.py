@@ -1,0 +1,127 @@
+"""How many tokens to draft now, for each sequence; zero is an answer.
+
+Knows: what a controller is asked, and the two that are not ``adaptive``. Does not know: models, drafters or tokens.
+
+Losslessness: the draft length may depend on anything known before the tokens were drawn, never on the value
+of a token that was drawn at random. ``budgets`` is called before drafting. ``trim`` is called after it, but only
+cuts guesses that are deterministic (``Drafter.free``, ``Proposal.draw``), where a shorter guess is simply another
+deterministic guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..config import DraftConfig
+from ..types import DraftView, Proposal, Round
+from .adaptive import AdaptiveController
+
+__all__ = ["Controller", "FixedController", "TwoMinds", "controller_for"]
+
+
+class Controller(Protocol):
+    """Chooses draft lengths and learns from what came of them. A round asks ``budgets``, then ``trim``, then tells
+    ``observe``."""
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
+
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """The same for a drafter whose tokens cost time, whatever the drafter in charge is."""
+
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        """Cut free, deterministic guesses to what is worth verifying. After drafting."""
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """Learn from one round: a record for each of its sequences."""
+
+    def least_hope(self) -> float:
+        """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
+
+    def least_kept(self) -> float:
+        """The same for a token that is drafted already, and now is worth verifying or not."""
+
+    def forget(self, sequence_id: str) -> None:
+        """The sequence is gone."""
+
+    def reason(self) -> str | None:
+        """Why speculation is held back just now, for people; None while it is not."""
+
+
+def controller_for(config: DraftConfig, *, free: bool, ends_itself: bool = False) -> Controller:
+    """The controller that the settings ask for. ``free``: the drafter's guesses cost nothing. ``ends_itself``: it ends
+    a draft that is not likely enough to hold (see ``least_hope``)."""
+    if config.gamma == "auto":
+        greedy, drawn = (AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself) for _ in "ab")
+        return TwoMinds(greedy, drawn)
+    return FixedController(config.gamma)
+
+
+class FixedController:
+    """Always the same draft length; 0 is never to draft."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return [min(self.gamma, limit) for limit in limits]
+
+    paid_budgets = budgets
+
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        return list(proposals)
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        pass
+
+    def least_hope(self) -> float:
+        return 0.0
+
+    least_kept = least_hope
+
+    def forget(self, sequence_id: str) -> None:
+        pass
+
+    def reason(self) -> str | None:
+        return None if self.gamma else "gamma is 0, so nothing is drafted"
+
+
+class TwoMinds:
+    """One controller for rounds whose rows are all greedy, another for the rest.
+
+    Drawn tokens cost more to draft and to judge and hold less often: what one kind taught must not put the other off.
+    """
+
+    def __init__(self, greedy: Controller, drawn: Controller) -> None:
+        self._greedy, self._drawn = greedy, drawn
+        self._now = greedy  # whose round it is: a round is observed before the next one's budgets are asked for
+
+    def _turn(self, views: Sequence[DraftView]) -> Controller:
+        self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn
+        return self._now
+
+    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return self._turn(views).budgets(views, limits)
+
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        return self._turn(views).paid_budgets(views, limits)
+
+    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+        return self._turn(views).trim(views, proposals)
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        self._now.observe(rounds)
+
+    def least_hope(self) -> float:
+        return self._now.least_hope()
+
+    def least_kept(self) -> float:
+        return self._now.least_kept()
+
+    def forget(self, sequence_id: str) -> None:
+        self._greedy.forget(sequence_id)
+        self._drawn.forget(sequence_id)
+
+    def reason(self) -> str | None:
+        return self._now.reason()
