@@ -213,22 +213,22 @@ def test_release_comes_once_for_every_end() -> None:
     broken = TARGET.clone()
     broken[0, 0] = float("nan")
     drafter = ScriptedDrafter(guesses)
-    made = table_engine(broken, drafter, gamma=3, rows=2, eos=(4,))
-    prompts = {"full": (1, 3, 2), "nan": (0, 0), "aborted": (2, 3), "waiting": (3, 3)}
-    handles = {name: made.submit(Request(name, prompt, GREEDY)) for name, prompt in prompts.items()}
-    for _ in range(2):
+    made = table_engine(broken, drafter, gamma=3, rows=3)
+    at_once = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=tuple(range(V)))
+    asked = {"full": (1, 3, 2), "nan": (0, 0), "ended": (5, 2), "aborted": (2, 3), "waiting": (3, 3)}
+    handles = {
+        name: made.submit(Request(name, prompt, at_once if name == "ended" else GREEDY))
+        for name, prompt in asked.items()
+    }
+    made.abort("waiting")
+    while not handles["ended"].done or len(made._scheduler.held()) < 2:
         made.step()
     made.abort("aborted")
-    made.abort("waiting")
     while not made.idle:
         made.step()
-    assert {name: handle.completion().finish_reason for name, handle in handles.items()} == {
-        "full": "length",
-        "nan": "error",
-        "aborted": "abort",
-        "waiting": "abort",
-    }
-    assert sorted(drafter.released) == sorted(f"{name}/0" for name in prompts)
+    found = {name: handle.completion().finish_reason for name, handle in handles.items()}
+    assert found == {"full": "length", "nan": "error", "ended": "stop", "aborted": "abort", "waiting": "abort"}
+    assert sorted(drafter.released) == sorted(f"{name}/0" for name in asked)
     assert made.inactive_reason is None
 
 
