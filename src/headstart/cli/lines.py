@@ -83,7 +83,7 @@ class History:
         except ImportError:
             return
         for line in _kept(self._path):
-            readline.add_history(line)
+            readline.add_history(line)  # type: ignore[attr-defined, unused-ignore]  # not among Windows' own modules
 
     def add(self, line: str) -> None:
         """Keep one more line, at once: a window that is closed loses none."""
