@@ -142,8 +142,8 @@ def break_forwards(llm: LLM, draw: random.Random) -> None:
     runner.forward = sometimes
 
 
-def stress(backend: str, seconds: float, seed: int) -> tuple[list[Any], Counter[str]]:
-    llm = opened(backend)
+def stress(llm: LLM, backend: str, seconds: float, seed: int) -> tuple[list[Any], Counter[str]]:
+    """The texts of an undisturbed run, and what happened in the disturbed one; asserts that it did no harm."""
     expected = [texts(llm.generate(prompt, params)) for prompt, params in JOBS]
     draw, seen, wrong = random.Random(seed), Counter[str](), list[str]()
     if backend == "failing forward":
@@ -204,7 +204,7 @@ def main() -> None:
     told = hashlib.sha256()
     for backend in backends:
         begun = time.monotonic()
-        expected, seen = stress(backend, given.seconds / len(backends), given.seed)
+        expected, seen = stress(opened(backend), backend, given.seconds / len(backends), given.seed)
         told.update(repr(expected).encode())
         print(f"{backend}: {time.monotonic() - begun:.0f} s, {dict(seen)}", file=sys.stderr, flush=True)
     print(told.hexdigest())
