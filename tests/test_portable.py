@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import without_posix
 
-from headstart.testing import tiny_model, tiny_tokenizer
-
 SOURCE = Path(__file__).parents[1] / "src" / "headstart"
+MODEL = Path(__file__).parent / "data" / "written-by-0.1.0" / "target"  # one that the kernels could run
 KERNELS = sorted((SOURCE / "machine" / "cpu" / "csrc").iterdir())
 
 # Of C++17. What no standard has must stand behind a question which system, compiler or processor this is.
@@ -36,35 +35,35 @@ def run(code: str, *arguments: str, cache: Path, text: str = "") -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, input=text, timeout=300, env=os.environ | place)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
-
-
 GENERATE = """
 import json, sys
-from headstart import LLM, SamplingParams
+from headstart import LLM, ModelRefused, SamplingParams
 
 said = []
 params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 for draft in (None, "lookup", sys.argv[1]):
-    llm = LLM(sys.argv[1], draft, max_model_len=96, dtype="float32")
+    llm = LLM(sys.argv[1], draft, max_model_len=96)
+    assert llm.report.dtype == "float32"
     said.append(llm.generate("one two one two one", params).token_ids)
-    sampled = SamplingParams(max_tokens=12, seed=1, verification="coupled", ignore_eos=True)
+    sampled = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     assert "".join(piece.text for piece in llm.stream("one two", sampled))
 print(json.dumps(said))
+try:
+    LLM(sys.argv[1], None, quantization="int8")
+except ModelRefused as error:
+    print(error)
 """
 
 
-def test_float32_generation_needs_nothing_of_posix(folder: Path, tmp_path: Path) -> None:
-    done = run(GENERATE, str(folder), cache=tmp_path)
+def test_float32_generation_needs_nothing_of_posix_and_missing_kernels_are_named(tmp_path: Path) -> None:
+    done = run(GENERATE, str(MODEL), cache=tmp_path)
     assert done.returncode == 0, done.stderr
-    plain, lookup, drafted = json.loads(done.stdout)
+    answers, refusal = done.stdout.splitlines()
+    plain, lookup, drafted = json.loads(answers)
     assert plain == lookup == drafted
     assert len(plain) == 12
+    assert "compiler" in refusal, "what was asked for"
+    assert re.search(r"HeadstartWarning: .*draft model runs in float32.*compiler", done.stderr), "what would be faster"
 
 
 COMMANDS = """
@@ -76,8 +75,8 @@ app(["chat", "-m", sys.argv[1], "-n", "6", "--seed", "1"], standalone_mode=False
 """
 
 
-def test_the_command_line_needs_nothing_of_posix(folder: Path, tmp_path: Path) -> None:
-    done = run(COMMANDS, str(folder), cache=tmp_path, text="Hello\n/quit\n")
+def test_the_command_line_needs_nothing_of_posix(tmp_path: Path) -> None:
+    done = run(COMMANDS, str(MODEL), cache=tmp_path, text="Hello\n/quit\n")
     assert done.returncode == 0, done.stderr
     answer, _ = json.JSONDecoder().raw_decode(done.stdout)
     assert len(answer["token_ids"]) <= 6
@@ -127,6 +126,17 @@ def test_no_module_imports_what_only_posix_has_at_its_top() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             bad = [name for name in names if name.partition(".")[0] in without_posix.MODULES]
             assert not bad, f"{path.name}:{node.lineno} imports {bad}: behind a try, or where it is needed"
+
+
+def test_text_files_are_utf8_whatever_the_system_says() -> None:
+    """Windows reads and writes them in a code page of its own, unless it is told."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name, given = node.func.attr, {keyword.arg for keyword in node.keywords}
+                bad = name in ("read_text", "write_text") and "encoding" not in given
+                bad |= "text" in given and ast.unparse(node.func).startswith("subprocess.") and "encoding" not in given
+                assert not bad, f"{path.name}:{node.lineno}: {name} without encoding="
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)

@@ -106,11 +106,11 @@ def distill(
 
     before_path = work / "before.json"
     if before_path.exists():
-        before = Figures(**json.loads(before_path.read_text()))
+        before = Figures(**json.loads(before_path.read_text(encoding="utf-8")))
     else:
         tell.stage("the untrained draft, for comparison")
         before = _prove(target, student, held, settings)
-        before_path.write_text(json.dumps(asdict(before)))
+        before_path.write_text(json.dumps(asdict(before)), encoding="utf-8")
     cost = _cost(target, student, held[0], work / "cost.json")
 
     tell.stage("training")
@@ -181,12 +181,12 @@ def _prove(target: Loaded, student: Student, held: list[list[int]], settings: Di
 def _cost(target: Loaded, student: Student, prompt: list[int], path: Path) -> CostModel:
     """Measured once and kept: when training stops depends on it, and a resumed run must stop at the same step."""
     if path.exists():
-        known = json.loads(path.read_text())
+        known = json.loads(path.read_text(encoding="utf-8"))
         return CostModel(known["c"], {int(width): v for width, v in known["v"].items()}, known["overhead"])
     student.module.eval()
     cost = measure_cost(target, _maker(target, student), prompt)
     student.module.train()
-    path.write_text(json.dumps(asdict(cost)))
+    path.write_text(json.dumps(asdict(cost)), encoding="utf-8")
     return cost
 
 

@@ -49,7 +49,7 @@ def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     if not path.exists():
         write_whole(path, text)
         return
-    before = json.loads(path.read_text())
+    before = json.loads(path.read_text(encoding="utf-8"))
     changed = sorted(key for key in before.keys() | plan.keys() if before.get(key) != json.loads(text).get(key))
     if changed:
         raise InvalidParameter(

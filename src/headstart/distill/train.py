@@ -241,7 +241,7 @@ class Trainer:
             "settings": asdict(self.settings),
             "marks": [asdict(mark) for mark in self.marks],
         }
-        (work / "state.json").write_text(json.dumps(state, indent=1))
+        (work / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         make_readable(work)
         final, old = self.folder / "checkpoint", self.folder / _BEFORE
         shutil.rmtree(old, ignore_errors=True)
@@ -251,7 +251,7 @@ class Trainer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _restore(self, folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if state["settings"] != json.loads(json.dumps(asdict(self.settings))):
             changed = sorted(k for k, v in asdict(self.settings).items() if state["settings"].get(k) != v)
             raise InvalidParameter(

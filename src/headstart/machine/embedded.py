@@ -118,7 +118,7 @@ def _convert(gguf: Path, folder: Path, say: Tell) -> None:
                 model.to(torch.bfloat16).save_pretrained(work)
                 tokenizer.save_pretrained(work)
             make_readable(work)
-            (work / _MARKER).write_text(f"converted from {gguf.name}\n")
+            (work / _MARKER).write_text(f"converted from {gguf.name}\n", encoding="utf-8")
             if folder.exists() and not (folder / _MARKER).exists():
                 shutil.rmtree(folder)  # an unfinished one from elsewhere
     except (OSError, SafetensorError) as error:

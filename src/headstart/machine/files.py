@@ -62,7 +62,7 @@ def _where() -> str:
     """A word for the machine since its start, or the container: process numbers mean something only there."""
     parts = [platform.node()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]

@@ -201,7 +201,7 @@ def save_head(
 def load_head(folder: Path) -> HeadNet:
     """Read a head, in float32."""
     try:
-        config = HeadConfig.of(json.loads((folder / _CONFIG).read_text()))
+        config = HeadConfig.of(json.loads((folder / _CONFIG).read_text(encoding="utf-8")))
         tensors = load_file(folder / _WEIGHTS)
         net = HeadNet(config, tensors["ids"])
         net.load_state_dict({name: t if name == "ids" else t.float() for name, t in tensors.items()})

@@ -215,7 +215,7 @@ def _name(level: str, sources: dict[str, bytes]) -> str:
 def _processor() -> str:
     """What the processor can do, as far as the system says."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         return f"{platform.machine()} {platform.processor()}"

@@ -122,7 +122,7 @@ def threads_for(runner: CpuRunner) -> int:
     about = json.dumps([plan, isa(), platform.node(), platform.processor(), most], sort_keys=True)
     path = cache_folder() / "threads" / f"{hashlib.sha256(about.encode()).hexdigest()[:20]}.json"
     try:
-        return min(int(json.loads(path.read_text())["threads"]), most)
+        return min(int(json.loads(path.read_text(encoding="utf-8"))["threads"]), most)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     measured = {count: _seconds(runner, count) for count in _candidates(most)}
