@@ -121,7 +121,7 @@ def test_kernels_that_nobody_used_for_a_month_go(cold: Path, tmp_path: Path, mon
     use(monkeypatch, Compiler(tmp_path / "one"))
     made = build.compiled("native")
     month = time.time() - 31 * 86400
-    for name in ("plain-old.so", "plain-old.json", "native-older.so", "whole-old.cubin", "alone.json"):
+    for name in ("plain-old.so", "plain-old.json", "native-older.so", "whole-old.cubin", "alone.json", ".old.so.lock"):
         (cold / name).write_text("x")
         os.utime(cold / name, (month, month))
     for name in ("plain-new.so", "plain-new.json", "whole-new.cubin"):

@@ -118,15 +118,17 @@ def test_what_killed_processes_left_goes(tmp_path: Path) -> None:
     ended(start(code, str(tmp_path / "dead"), cache=tmp_path))
     ours, foreign = temporary(tmp_path / "mine"), temporary(tmp_path / "foreign")
     foreign = foreign.with_name(foreign.name.replace(files._where(), "0123abcd").replace(f"-{os.getpid()}-", "-1-"))
-    other = [tmp_path / name for name in (".hidden", "model-1", ".mine.lock", ".older-123", ".shard.safetensors.45")]
+    other = [tmp_path / name for name in (".hidden-1", "model-1", ".mine.lock", ".shard-1.45")]
     for path in (ours, foreign, *other):
         path.touch()
-    sweep(tmp_path)
+    sweep(tmp_path, before=r"\.shard-\d\.\d+")
     assert set(names(tmp_path)) == {path.name for path in (ours, foreign, *other)}
     for path in (ours, foreign, *other):
         os.utime(path, (1e9, 1e9))
-    sweep(tmp_path)  # after a day, whoever it was
-    assert names(tmp_path) == [".hidden", "model-1"]
+    sweep(tmp_path)  # after a day, whoever it was; but nothing that may be somebody else's
+    assert set(names(tmp_path)) == {path.name for path in other}
+    sweep(tmp_path, before=r"\.shard-\d\.\d+")
+    assert set(names(tmp_path)) == {path.name for path in other[:3]}
 
 
 # -- one at a time ----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Story:
 def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     """Make the folder, or make sure that what lies in it was made by the same plan."""
     folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
+    sweep(folder, before=r"\.(shard-\d{5}\.safetensors|plan\.json)\.\d+")
     path = folder / "plan.json"
     text = json.dumps(plan, indent=1, sort_keys=True)
     if not path.exists():

@@ -105,7 +105,7 @@ class Trainer:
         )
         self._sum = torch.zeros((), device=self.device)
         self._since = 0
-        sweep(folder)
+        sweep(folder, before=r"\.checkpoint-\d+")
         if not (folder / "checkpoint").exists() and (folder / _BEFORE).is_dir():
             (folder / _BEFORE).rename(folder / "checkpoint")  # killed while one took the other's place
         if (folder / "checkpoint").is_dir():

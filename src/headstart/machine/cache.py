@@ -60,13 +60,14 @@ def guarded_folders(name: str, *, make: bool = False, elsewhere: bool = False) -
 
 
 def clear_unused(folder: Path, days: float = UNUSED_DAYS) -> None:
-    """Clear away compiled kernels that nobody has used for so long; whoever uses one touches it."""
+    """Clear away compiled kernels that nobody has used for so long; whoever uses one touches it. What a killed process
+    left locked goes with them."""
     kernels = (".so", ".cubin")
     with suppress(OSError):
         for file in folder.iterdir():
             with suppress(OSError):
                 alone = file.suffix == ".json" and not any(file.with_suffix(kind).exists() for kind in kernels)
-                if file.name.startswith(".") or not (alone or file.suffix in kernels):
+                if not (alone or file.suffix in (*kernels, ".lock")):
                     continue
                 if time.time() - file.stat().st_mtime > days * DAY and not in_use(file):
                     file.unlink()

@@ -85,7 +85,7 @@ def embedded_folder(say: Tell = silent) -> Path:
             f"the embedded model is not in {folder}, and the package {missing} is not installed: {_INSTALL}; or name "
             f"another model (the original is {HUB_ID} on the Hugging Face hub)"
         )
-    sweep(folder.parent)
+    sweep(folder.parent, before=rf"\.{_FOLDER}-\d+")
     with locked(folder, lambda: say("waiting for another process that converts the embedded model")):
         if not (folder / _MARKER).exists():
             say(f"converting {gguf.name} (once, some seconds)")

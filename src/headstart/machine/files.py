@@ -48,7 +48,6 @@ PATIENCE = 1800.0  # seconds to wait for another's work; then it is done here as
 _BETWEEN = 0.05  # seconds between two looks at a lock
 
 _TEMPORARY = re.compile(r"\..+-(?P<where>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{12}")
-_OLDER = re.compile(r"\..+[-.]\d+")  # what versions before these names left
 _FCNTL: ModuleType | None = _fcntl
 _NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 _CLOSED: int = getattr(os, "O_CLOEXEC", 0)
@@ -134,12 +133,16 @@ def _touch(path: Path) -> int:
         os.close(file)
 
 
-def sweep(folder: Path) -> None:
-    """Clear away what killed processes left half-done: at once if the process is known to be gone, else after a day."""
+def sweep(folder: Path, before: str = "") -> None:
+    """Clear away what killed processes left half-done: at once if the process is known to be gone, else after a day.
+
+    The folder may be the user's: nothing is touched but ``temporary`` names, and those of earlier versions if
+    ``before``, a regular expression, says what they were.
+    """
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):
-                if not _left_over(entry):
+                if not _left_over(entry, before):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path, ignore_errors=True)
@@ -147,14 +150,13 @@ def sweep(folder: Path) -> None:
                     os.unlink(entry.path)
 
 
-def _left_over(entry: os.DirEntry[str]) -> bool:
+def _left_over(entry: os.DirEntry[str], before: str) -> bool:
     ours = _TEMPORARY.fullmatch(entry.name)
-    if ours is None and not _OLDER.fullmatch(entry.name) and not _is_lock(entry.name):
+    if ours is None and not re.fullmatch(before, entry.name):
         return False
     if ours is not None and ours["where"] == _where() and not _lives(int(ours["process"])):
         return True
-    old = time.time() - entry.stat(follow_symlinks=False).st_mtime > DAY
-    return old and not (_is_lock(entry.name) and in_use(Path(entry.path)))
+    return time.time() - entry.stat(follow_symlinks=False).st_mtime > DAY
 
 
 def _lives(process: int) -> bool:
@@ -189,10 +191,6 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
             assert _FCNTL is not None
             _FCNTL.flock(file, _FCNTL.LOCK_UN)  # said, because a forked child may have the file open, too
             os.close(file)
-
-
-def _is_lock(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".lock")
 
 
 def _taken(lock: Path, waiting: Callable[[], None]) -> int | None:

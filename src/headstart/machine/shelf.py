@@ -90,7 +90,7 @@ def keep(place: Path, loaded: Loaded, packed: Packed) -> None:
         )
         return
     try:
-        sweep(place.parent)
+        sweep(place.parent, before=r"\..+-int[48]-[0-9a-f]{20}(-old)?-\d+")
         with new_folder(place) as work:
             work.chmod(work.stat().st_mode & ~0o022)
             save_packed(packed, work / _WEIGHTS, report_text(loaded.report))

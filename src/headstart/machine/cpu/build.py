@@ -158,7 +158,7 @@ def _obtained(level: str, say: Tell, *, anew: bool = False) -> _Library:
         path, disk = folder / name, folder.stat().st_dev
         if disk in full:
             continue
-        sweep(folder)
+        sweep(folder, before=r"\.\w+-[0-9a-f]{20}\.so-\d+")
         try:
             with locked(path, lambda: say("waiting for another process that compiles the CPU kernels")):
                 found = None if anew else _kept(path)
