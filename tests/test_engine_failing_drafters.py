@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds
+from headstart.engine.committed import Committed
 from headstart.engine.engine import Engine
 from headstart.types import DraftView, Verdict
 
@@ -112,6 +115,60 @@ def test_a_name_that_is_none() -> None:
         failed = table_engine(TARGET, kind(raises(ValueError("enough")), None, warm=False), gamma=GAMMA)
         run(failed, requests("greedy"))
         assert failed.inactive_reason == f"the drafter {called!r} failed: enough"
+
+
+CHANGES: dict[str, Callable[[list[int]], Any]] = {
+    "append": lambda tokens: tokens.append(0),
+    "extend": lambda tokens: tokens.extend([0, 1]),
+    "+=": lambda tokens: tokens.__iadd__([0]),
+    "*=": lambda tokens: tokens.__imul__(2),
+    "insert": lambda tokens: tokens.insert(0, 0),
+    "pop": lambda tokens: tokens.pop(),
+    "remove": lambda tokens: tokens.remove(tokens[0]),
+    "clear": lambda tokens: tokens.clear(),
+    "sort": lambda tokens: tokens.sort(),
+    "reverse": lambda tokens: tokens.reverse(),
+    "assign": lambda tokens: tokens.__setitem__(0, 0),
+    "assign a slice": lambda tokens: tokens.__setitem__(slice(0, 2), [0]),
+    "delete": lambda tokens: tokens.__delitem__(-1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("where", ["propose", "commit"])
+def test_a_text_that_a_drafter_changes(where: str, change: str) -> None:
+    """The text is the engine's, and the drafter that reaches into it goes."""
+
+    class Meddling(Turning):
+        def guess(self, view: DraftView, budget: int) -> Any:
+            if where == "propose" and self.turns(view):
+                CHANGES[change](view.tokens)
+            return super().guess(view, budget)
+
+        def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
+            for view in views:
+                if where == "commit" and self.turns(view):
+                    CHANGES[change](view.tokens)
+
+    made = table_engine(TARGET, Meddling(None, None, warm=False), gamma=GAMMA, rows=3)
+    goes_on(made, plain("table", "greedy"), "greedy", "only to be read")
+
+
+def test_copies_of_a_text_are_ones_own() -> None:
+    tokens = Committed([3, 1, 2])
+    copies = [
+        list(tokens),
+        tokens.copy(),
+        tokens[:],
+        copy(tokens),
+        deepcopy(tokens),
+        pickle.loads(pickle.dumps(tokens)),
+    ]
+    for mine in (*copies, [*tokens], sorted(tokens)):
+        assert type(mine) is list
+        assert sorted(mine) == [1, 2, 3]
+        mine.append(4)
+    assert tokens == [3, 1, 2]
 
 
 def test_a_list_that_a_drafter_empties_is_its_own() -> None:

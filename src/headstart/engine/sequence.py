@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ..maths.noise import derive
 from ..types import Choice, FinishReason, Origin, Piece, Request, Round, SamplingParams, Stats, TokenLogprob
+from .committed import Committed
 from .stats import Tally
 
 __all__ = ["Emission", "Sequence", "TextSink"]
@@ -44,7 +45,7 @@ class Sequence:
         self.index = index
         self.id = f"{request.id}/{index}"
         self.seed = derive(seed, index) if index else seed
-        self.tokens: list[int] = list(request.prompt)
+        self.tokens = Committed(request.prompt)
         self.prompt_length = len(request.prompt)
         self.params: SamplingParams = request.params
         self.prediction = request.prediction
@@ -98,7 +99,7 @@ class Sequence:
 
     def _take(self, emission: Emission) -> None:
         token = emission.token
-        self.tokens.append(token)
+        self.tokens.take(token)
         self._origins.append(emission.origin)
         if emission.logprob is not None:
             self._logprobs.append(emission.logprob)
