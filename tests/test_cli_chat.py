@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from terminal_tools import CTRL_C, CTRL_D, UP, Terminal
 from typer.testing import CliRunner, Result
 
+from headstart.cli.chat import _stoppable
 from headstart.cli.conversation import Conversation, Ended
 from headstart.cli.lines import History
 from headstart.cli.main import app
@@ -56,6 +58,12 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
         terminal.wait_for("saved 3 messages")
         terminal.wait_for(PROMPT)
 
+        # There is one row: it was freed, or nothing more would come.
+        terminal.send("And more?\r")
+        terminal.wait_for(r"more\?\r\n.{20}")
+        terminal.interrupt("stopped; what was written stays")
+        terminal.wait_for(PROMPT)
+
         # At the prompt Ctrl-C drops the line and says how to end; twice in a row it ends.
         terminal.send("half a line")
         terminal.wait_for("half a line")
@@ -77,9 +85,25 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
     with Terminal("chat", "-m", tiny_folder, HEADSTART_CACHE=str(cache)) as terminal:
         terminal.wait_for(PROMPT)
         terminal.send(UP + UP)  # typed in the session before
-        terminal.wait_for("/save")
+        terminal.wait_for(r"And more\?")
         assert terminal.end("\x15" + CTRL_D) == 0  # Ctrl-U clears the line
         assert "Traceback" not in terminal.shown
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _stoppable(on=True) as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGINT)
+            assert stopped()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), _stoppable(on=False) as stopped:  # a pipe: nobody to go on talking with
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_pipe_gets_answers_and_nothing_else(tiny_folder: str) -> None:

@@ -94,6 +94,13 @@ def test_ctrl_c_while_text_is_written(tiny_folder: str) -> None:
     assert "Traceback" not in errors
 
 
+def test_without_standard_input() -> None:
+    command = 'exec "$0" -m headstart generate <&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, env=environment())
+    assert done.returncode == 2
+    assert done.stderr == "error: prompt is empty\n"
+
+
 @pytest.mark.parametrize("arguments", [["-n", "400"], ["--json", "-n", "4"]])
 def test_a_closed_pipe_ends_quietly(
     tiny_folder: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ Knows: how to start the command line so that Ctrl-C never shows a traceback. Doe
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import warnings
@@ -21,6 +22,7 @@ def main() -> None:
         from .cli.screen import show_warning
     if not sys.warnoptions:
         warnings.showwarning = show_warning
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show is no reason to stop
     try:
@@ -28,6 +30,13 @@ def main() -> None:
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be saved while Python shuts down
+
+
+def _open_what_is_closed() -> None:
+    """A process may be started without standard input or output (``<&-``); reading then finds nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as the process lives
 
 
 if __name__ == "__main__":

@@ -77,13 +77,12 @@ class _Talk:
             try:
                 return self.lines.message()
             except EOFError:
-                if self.lines.typed:
-                    self.out.end()
+                self.lines.leave()
                 raise Ended from None
             except KeyboardInterrupt:
                 if not self.lines.typed:
                     raise
-                self.out.end()
+                self.lines.leave()
                 if warned:
                     raise Ended from None
                 note("Ctrl-C again or Ctrl-D ends the chat; /help lists the commands")

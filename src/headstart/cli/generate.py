@@ -109,6 +109,7 @@ def _many(llm: Any, questions: list[Question], params: SamplingParams, *, raw: b
     failed, total = 0, len(questions)
     visible = sys.stdout.isatty()  # then the answers themselves show how far it is
     with telling(silent if visible else None) as tell:
+        tell(f"0 of {total} answered")
         for index, answer in enumerate(in_order(llm, questions, params, raw=raw)):
             failed += isinstance(answer, str)
             show(index, answer)

@@ -46,6 +46,11 @@ class Lines:
                 break
         return "\n".join(parts)
 
+    def leave(self) -> None:
+        """The line was not finished: what comes next begins on a new one."""
+        if self.typed:
+            print(file=sys.stdout if self._edited else sys.stderr, flush=True)
+
     @property
     def _more(self) -> str:
         return "... ".rjust(len(self._prompt))
