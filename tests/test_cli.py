@@ -59,8 +59,9 @@ def test_json_holds_everything(tiny_folder: str) -> None:
     assert len(first["token_ids"]) == len(first["origins"]) == len(first["logprobs"])
     assert first["finish_reason"] in ("stop", "length")
     assert set(first["stats"]) >= {"acceptance_rate", "acceptance_length", "drafted", "accepted", "rounds"}
-    assert set(first["model"]) >= {"architecture", "parameters", "dtype", "device", "draft"}
-    assert first["model"]["architecture"] == "LlamaForCausalLM"
+    model = first["model"]
+    assert (model["architecture"], model["dtype"], model["device"]) == ("LlamaForCausalLM", "float32", "cpu")
+    assert (model["kernels"], model["draft"]) == ("torch", "lookup")
 
 
 def test_json_carries_times(tiny_folder: str) -> None:
@@ -264,7 +265,7 @@ def test_verbose_tells_what_runs(tiny_folder: str, place: str) -> None:
     arguments = ["generate", "-m", tiny_folder, "-n", "2", "x"]
     arguments.insert(0 if place == "before" else 1, "--verbose")
     told = run(*arguments).stderr
-    assert re.search(r"architecture LlamaForCausalLM, .*dtype float32, device cpu, .*draft lookup", told)
+    assert re.search(r"architecture LlamaForCausalLM, .*dtype float32, device cpu, kernels torch, draft lookup", told)
     assert "architecture" not in run("generate", "-m", tiny_folder, "-n", "2", "x").stderr
 
 

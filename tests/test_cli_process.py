@@ -36,7 +36,7 @@ def test_help_and_mistakes_import_no_torch() -> None:
     code = """
 import sys
 from headstart.cli.main import app
-for arguments in (["generate", "--help"], ["generate", "--gamma", "0", "x"], ["generate", "-t", "-1", "x"]):
+for arguments in (["generate", "--help"], ["generate", "--gamma", "65", "x"], ["generate", "-t", "-1", "x"]):
     try:
         app(arguments)
     except SystemExit:

@@ -128,24 +128,21 @@ def summary(stats: Any) -> Text:
 
 def describe(report: Any) -> str:
     """A model in one line, from its capability report."""
-    kernels = getattr(report, "kernels", None)
-    using = f", {kernels}" if kernels else ""
-    return f"{report.architecture}, {report.parameters / 1e6:.0f}M parameters, {report.dtype} on {report.device}{using}"
+    millions = f"{report.parameters / 1e6:.0f}M parameters"
+    return f"{report.architecture}, {millions}, {report.dtype} on {report.device}, {report.kernels}"
 
 
 def facts(llm: Any) -> dict[str, Any]:
     """What runs: the model, its numbers, where, on which kernels, and who drafts."""
     report = llm.report
-    found = {
+    return {
         "architecture": report.architecture,
         "parameters": report.parameters,
         "dtype": report.dtype,
         "device": report.device,
+        "kernels": report.kernels,
+        "draft": llm.drafter_name,
     }
-    kernels = getattr(report, "kernels", None)
-    if kernels is not None:
-        found["kernels"] = kernels
-    return found | {"draft": llm.drafter_name}
 
 
 def show_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
