@@ -48,7 +48,7 @@ def test_generate_streams_text_and_closes_with_figures(tiny_folder: str) -> None
     assert result.exit_code == 0, result.output
     assert result.stdout.strip()
     assert "\x1b" not in result.output
-    for figure in ("tau", "tok/s", "first token after"):
+    for figure in ("tau", "tok/s", "first token after", "float32 on cpu, torch; draft lookup"):
         assert figure in result.stderr
 
 

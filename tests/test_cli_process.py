@@ -167,11 +167,12 @@ except SystemExit:
     pass
 import headstart.cli.screen
 warnings.warn_explicit("ours", UserWarning, headstart.cli.screen.__file__, 1)
+warnings.warn_explicit("ours, too", headstart.errors.HeadstartWarning, "/elsewhere/module.py", 1)
 warnings.warn_explicit("theirs", UserWarning, "/elsewhere/module.py", 1)
 print("na\\xefve")
 """
     more = {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(**more))
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "warning: ours\n"
+    assert done.stderr == "warning: ours\nwarning: ours, too\n"
     assert done.stdout.endswith("na?ve\n")

@@ -18,7 +18,7 @@ from ..types import SamplingParams
 from .conversation import Conversation, Ended
 from .lines import Lines
 from .options import MaxTokens, ModelOptions, SamplingOptions, Temperature, TopP, option
-from .screen import Answer, closing_line, legend, note
+from .screen import Answer, closing_line, legend, note, what_runs
 
 __all__ = ["ChatSampling", "chat"]
 
@@ -50,6 +50,7 @@ def chat(
     if not llm.has_chat_template:
         raise InvalidParameter("model", "has no chat template; 'headstart generate' continues text as it is")
     talk = _Talk(llm, params, Conversation(system))
+    note(what_runs(llm))
     if talk.lines.typed:
         note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
     if talk.out.coloured:

@@ -17,7 +17,7 @@ from ..types import Completion, SamplingParams
 from .answers import answered, as_json, ask, in_order
 from .options import MODEL, FullSamplingOptions, ModelOptions, option
 from .prompts import Question, one_question, questions_in
-from .screen import Answer, closing_line, facts, legend, note, summary
+from .screen import Answer, closing_line, facts, legend, note, summary, what_runs
 
 __all__ = ["generate"]
 
@@ -86,6 +86,8 @@ def generate(
         _stream(llm, questions[0], params, raw=raw)
     if not json_lines and wanted > 1:
         note(summary(llm.stats))
+    if not json_lines:
+        note(what_runs(llm))
 
 
 def _stream(llm: Any, question: Question, params: SamplingParams, *, raw: bool) -> None:

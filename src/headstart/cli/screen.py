@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import HeadstartWarning
 from ..types import Origin, Piece, Stats
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "show_table",
     "show_warning",
     "summary",
+    "what_runs",
 ]
 
 _STYLES: dict[Origin, str] = {"accepted": "green", "correction": "yellow", "bonus": "cyan", "plain": ""}
@@ -126,6 +128,11 @@ def summary(stats: Any) -> Text:
     return text.append(f"tau {stats.acceptance_length:.2f}")
 
 
+def what_runs(llm: Any) -> Text:
+    """The model, its numbers and kernels, and who drafts, in one line: other kernels may mean another text."""
+    return Text(f"  {describe(llm.report)}; draft {llm.drafter_name}", style="dim")
+
+
 def describe(report: Any) -> str:
     """A model in one line, from its capability report."""
     millions = f"{report.parameters / 1e6:.0f}M parameters"
@@ -195,5 +202,5 @@ def show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
     """In the place of ``warnings.showwarning``: ours as one line, those of other packages not at all."""
-    if Path(filename).is_relative_to(Path(__file__).parents[1]):
+    if issubclass(category, HeadstartWarning) or Path(filename).is_relative_to(Path(__file__).parents[1]):
         note(f"warning: {message}")
