@@ -259,6 +259,8 @@ def test_many_processes_convert_once(cold: Path, tmp_path: Path) -> None:
     assert compiler.count == 1
     assert set(names(cold.parent)) <= {"embedded", "kernels", "smollm2-135m-instruct", "threads"}
     assert len(names(cold)) == 2
+    for path in cold.parent.rglob("*.safetensors"):  # of a model and of its packed weights
+        assert path.stat().st_mode & 0o444 == (path.parent / "..").stat().st_mode & 0o444, path
 
 
 def test_killed_while_converting(cold: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kernel_tools import ended, names, start
 from test_portable import run as run_without_posix
 
 from headstart.distill.shards import Story, check_plan, write_shard
+from headstart.distill.students import ModelStudent
 from headstart.errors import HeadstartWarning
 from headstart.machine import files
 from headstart.machine.cache import guarded_folders
@@ -26,7 +27,6 @@ from headstart.machine.cpu import build
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed
 from headstart.machine.files import (
     locked,
-    make_readable,
     new_folder,
     open_guarded,
     read_guarded,
@@ -36,7 +36,7 @@ from headstart.machine.files import (
     write_whole,
 )
 from headstart.machine.head import HeadConfig, HeadNet, save_head
-from headstart.testing import tiny_model
+from headstart.testing import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -231,8 +231,7 @@ def written(folder: Path) -> dict[str, Path]:
         **{"kv_heads": 1, "head_dim": 32, "ffn": 32, "vocab": 20, "window": 8},
     )
     save_head(HeadNet(config, torch.arange(20)), folder / "head")
-    tiny_model("llama").save_pretrained(folder / "model")
-    make_readable(folder / "model")
+    ModelStudent(tiny_model("llama"), tiny_tokenizer()).save(folder / "model")
     found = {"shard": folder / "shard-00000.safetensors", "plan": folder / "plan.json"}
     for name in ("head", "model"):
         found |= {f"{name} {file.name}": file for file in (folder / name).iterdir()}
