@@ -299,3 +299,11 @@ def test_a_slow_moment_of_plain_rounds_does_not_keep_useless_drafts() -> None:
         record = replace(ROUND, drafted=n, width=n + 1, verify_seconds=seconds, round_seconds=seconds)
         controller.observe([replace(record, outcomes=(False,) * bool(n))])
     assert sum(drafted[-100:]) <= 10, "only the rare probe"
+
+
+def test_the_old_name_still_works() -> None:
+    from headstart import controller as old
+    from headstart.control import adaptive, controller
+
+    for name in old.__all__:
+        assert getattr(old, name) is getattr(adaptive if name == "AdaptiveController" else controller, name)

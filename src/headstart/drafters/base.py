@@ -41,7 +41,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
-        """Guess what follows each sequence: at most ``budgets[i]`` tokens for ``views[i]``, None for no guess."""
+        """Guess what follows each sequence: at most ``budgets[i]`` tokens for ``views[i]``, None for no guess.
+
+        What comes back is checked before anything runs; a drafter that proposes nonsense, or raises, is dropped.
+        """
 
     def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:  # noqa: B027
         """Told after each round what the target said of each proposal; ``view.tokens`` is up to date by then."""
