@@ -8,9 +8,7 @@ print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temp
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's own, which type checkers know by its name: nothing at all is imported here
 if TYPE_CHECKING:
     from .api import LLM
     from .drafters.base import Drafter
@@ -102,7 +100,9 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 if not TYPE_CHECKING:  # so that a wrong name is still found without running anything
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
         if name in _HOMES:
             value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
             globals()[name] = value

@@ -18,15 +18,17 @@ __all__ = ["main"]
 
 def main() -> None:
     with StopAtOnce():
-        from .cli.main import app
+        from .cli.main import command
         from .cli.screen import show_warning
+
+        headstart = command()
     if not sys.warnoptions:
         warnings.showwarning = show_warning
     _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show is no reason to stop
     try:
-        app(prog_name="headstart")
+        headstart.main(prog_name="headstart")
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be saved while Python shuts down

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .exits import FAILED, complain, one_line_errors
+from .stopping import StopAtOnce
 
 __all__ = ["Command", "Commands", "Entry", "sections"]
 
@@ -85,6 +86,10 @@ class Commands(TyperGroup):
             _side_by_side(formatter, [(name, _about(self.get_command(ctx, name))) for name in self.list_commands(ctx)])
         with formatter.section("Options"):
             _side_by_side(formatter, [(entry.names, entry.text) for entry in _entries(self, ctx)])
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with StopAtOnce():
+            return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():

@@ -5,7 +5,7 @@ Knows: which commands there are. Does not know: what any of them does.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ from .generate import generate
 from .options import spread
 from .screen import show_log
 
-__all__ = ["app"]
+__all__ = ["app", "command"]
 
 app = typer.Typer(
     name="headstart",
@@ -30,8 +30,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, distill):
-    app.command(cls=Command)(spread(command))
+for function in (generate, chat, demo, distill):
+    app.command(cls=Command)(spread(function))
+
+
+def command() -> Any:
+    """What ``app()`` makes first, and then runs."""
+    return typer.main.get_command(app)
 
 
 def _version(value: bool) -> None:
