@@ -12,6 +12,7 @@ from statistics_tools import chi_squared
 
 from headstart import LLM, SamplingParams
 from headstart.engine.overlap import OverlappedRounds
+from headstart.engine.players import players
 from headstart.machine import fused
 from headstart.machine.head import HeadConfig, HeadNet, save_head
 from headstart.machine.runner import EagerRunner
@@ -61,6 +62,7 @@ def eager(target: Any, params: list[SamplingParams]) -> list[tuple[int, ...]]:
     runner = EagerRunner(target, rows=1, max_len=128, probe=False)
     llm.engine.parts.runner, llm.engine.parts.captured = runner, None
     llm.engine._slab = llm.engine._scheduler._slab = runner.slab
+    llm.engine.players = players(llm.engine.parts)
     return [llm.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
 
 

@@ -83,13 +83,13 @@ class ModelDrafter(Drafter):
             self._bring_level(view, catch_up=1)
             slab.swap_ready(slab.row(view.id), row)
 
-    def adopt(self, view: DraftView, level: int) -> None:
-        """The device drafted on its own, and the row now holds the first ``level`` committed tokens."""
-        row = self.runner.slab.row(view.id)
-        known = min(level, self.runner.slab.lengths[row], self._level[view.id])
-        self.runner.slab.truncate(row, known)
-        self.runner.slab.extend(row, self._readable(view.tokens[known:level]))
-        self._level[view.id] = level
+    def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:
+        """The device drafted on its own: the row now holds all committed tokens, and these behind them."""
+        slab, row = self.runner.slab, self.runner.slab.row(view.id)
+        known = min(len(view.tokens), slab.lengths[row], self._level[view.id])
+        slab.truncate(row, known)
+        slab.extend(row, self._readable([*view.tokens[known:], *accepted]))
+        self._level[view.id] = slab.lengths[row]
 
     def fit(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits in the target's width."""

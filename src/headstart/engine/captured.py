@@ -25,10 +25,11 @@ from ..machine.graphs import Recorder, Recording
 from ..maths.inner import PLAIN, Inner
 from ..types import Origin, Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
+from .outcome import DraftFailed, Outcome
 from .programs import DeviceRunner, Logprobs, Programs, Shape
 from .sequence import Sequence
 
-__all__ = ["CapturedRounds", "DeviceRunner", "DraftFailed", "Flight", "Outcome", "draft_lengths"]
+__all__ = ["CapturedRounds", "DeviceRunner", "Flight", "draft_lengths"]
 
 KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -45,22 +46,6 @@ def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ..
     return (0, most) if fixed else tuple(sorted({*(n for n in (_FEW_LENGTHS if few else _LENGTHS) if n < most), most}))
 
 
-class DraftFailed(Exception):
-    """The draft model could not be brought level; nothing was launched, and the target's rows are as they were."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one round said, on the host."""
-
-    proposals: list[Proposal | None]
-    verdicts: list[Verdict | None]
-    draft_seconds: float
-    verify_seconds: float
-    logits: Tensor | None = None  # [R, N+1, V], where the round was played step by step
-    logprobs: list[list[TokenLogprob]] | None = None  # for each row, of each emitted token; where it was not
-
-
 @dataclass
 class Flight:
     """A launched round whose result was not read yet."""
@@ -72,6 +57,7 @@ class Flight:
     limits: tuple[int, ...]
     marks: list[torch.cuda.Event] | None
     times: tuple[float, float]
+    drafted: bool  # by the draft model, on the device
 
 
 class CapturedRounds:
@@ -161,15 +147,7 @@ class CapturedRounds:
         self._send(proposals, shape)
         flight = self._launch(sequences, gamma, given=limits)
         found = self._read(flight, sequences)
-        return Outcome(list(proposals), found.verdicts, draft_seconds, found.verify_seconds, None, found.logprobs)
-
-    def committed(self, sequences: Seq[Sequence], outcome: Outcome) -> None:
-        """The host has taken the round in: the draft's books follow."""
-        self._state.committed(sequences)
-        if self._drafter is not None:
-            for s, proposal, verdict in zip(sequences, outcome.proposals, outcome.verdicts, strict=True):
-                if proposal is not None and verdict is not None:
-                    self._drafter.adopt(s, len(s.tokens) - 1 - (verdict.origin == "bonus"))
+        return replace(found, proposals=list(proposals), draft_seconds=draft_seconds)
 
     def forget(self) -> None:
         """After a failure: nothing on the device can be trusted to be level."""
@@ -273,7 +251,7 @@ class CapturedRounds:
             marks[2].record()
         limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
         times = (between - started, perf_counter() - between)
-        return Flight(shape, host, logprobs, tuple(s.id for s in sequences), limits, marks, times)
+        return Flight(shape, host, logprobs, tuple(s.id for s in sequences), limits, marks, times, given is None)
 
     def _fetch(self, shape: Shape, logprobs: bool) -> tuple[Tensor, Logprobs | None]:
         """Start copying the result to the host."""
@@ -306,7 +284,14 @@ class CapturedRounds:
             emitted = [*drafted[:accepted], token]
             asked = flight.logprobs is not None and wanted is not None
             logprobs.append(_logprobs(flight.logprobs, i, emitted, wanted or 0) if asked else [])  # type: ignore[arg-type]
-        return Outcome(proposals, verdicts, draft_seconds, verify_seconds, None, logprobs)
+        self._state.advanced(sequences, verdicts)
+        if flight.drafted and self._drafter is not None:
+            for s, proposal, verdict in zip(sequences, proposals, verdicts, strict=True):
+                if proposal is not None and verdict is not None and not s.finished:
+                    # A draft that was accepted whole never read its own last token.
+                    fed = len(verdict.path) - (verdict.origin == "bonus")
+                    self._drafter.adopt(s, proposal.tokens[:fed])
+        return Outcome(proposals, verdicts, logprobs, draft_seconds, verify_seconds)
 
     # -- recording
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..machine.kvcache import Slab
 from ..maths import noise
 from ..maths.warp import History, Warp
-from ..types import SamplingParams
+from ..types import SamplingParams, Verdict
 from .sequence import Sequence
 
 __all__ = ["DeviceRows", "Kind", "idle_lengths", "kind_of"]
@@ -149,10 +149,12 @@ class DeviceRows:
         """Does the device hold just this?"""
         return self._level == _level(sequences, idle)
 
-    def committed(self, sequences: Seq[Sequence]) -> None:
-        """The host has taken in what the device already knows."""
+    def advanced(self, sequences: Seq[Sequence], verdicts: Seq[Verdict | None]) -> None:
+        """A round is over, and the device has taken its tokens in by itself; the host is about to."""
         if self._level is not None:
-            self._level = replace(self._level, running=_level(sequences, ()).running)
+            grown = zip(sequences, verdicts, strict=True)
+            running = tuple((s.id, len(s.tokens) + (len(v.path) + 1 if v is not None else 0)) for s, v in grown)
+            self._level = replace(self._level, running=running)
 
     def forget(self) -> None:
         self._level, self._settings, self._limits = None, (), ()

@@ -31,7 +31,8 @@ from ..types import Request, Round
 from .captured import CapturedRounds
 from .handle import Handle
 from .parts import Parts
-from .round import play
+from .players import players
+from .round import drain, play
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
 from .stats import EngineStats
@@ -74,6 +75,7 @@ class Engine:
         self.parts = Parts(
             runner, drafter, controller, min(vocab_size, runner.vocab_size), self.max_len, max_gamma, captured
         )
+        self.players = players(self.parts)
         self._slab = runner.slab
         self._scheduler = Scheduler(self._slab, config.max_waiting)
         self._eos = tuple(eos)
@@ -189,7 +191,7 @@ class Engine:
             self._fill()
         ready = self._scheduler.ready()
         if ready:
-            self._guarded(ready, first_row=0, ahead=not self._scheduler.arriving)
+            self._round(ready, 0, ahead=not self._scheduler.arriving)
 
     def _abort(self, request_id: str) -> None:
         handle = self._handles.get(request_id)
@@ -203,8 +205,9 @@ class Engine:
 
     def _settle(self) -> None:
         """Take in the round that was launched ahead, if there is one: rows must not move while it is under way."""
-        if self.parts.captured is not None and self.parts.captured.in_flight:
-            self._guarded(self._scheduler.ready(), first_row=0)
+        ready = self._scheduler.ready()
+        if ready:
+            self._guarded(ready, lambda: drain(self.parts, self.players, ready))
 
     def _fill(self) -> None:
         """Read prompts in, up to a chunk's worth of tokens, so that running sequences do not wait long."""
@@ -217,7 +220,7 @@ class Engine:
                 self._prefill(sequence, row, sequence.tokens[start : start + budget])
                 return
             budget -= behind
-            if self._guarded([sequence], first_row=row) and not sequence.finished:
+            if self._round([sequence], row) and not sequence.finished:
                 self._scheduler.filled(sequence)
 
     def _prefill(self, sequence: Sequence, row: int, tokens: list[int]) -> None:
@@ -229,22 +232,30 @@ class Engine:
         self.stats.prefill_tokens += len(tokens)
         self.stats.prefill_seconds += perf_counter() - started
 
-    def _guarded(self, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> bool:
+    def _round(self, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> bool:
+        return self._guarded(sequences, lambda: play(self.parts, self.players, sequences, first_row, ahead=ahead))
+
+    def _guarded(self, sequences: list[Sequence], work: Callable[[], list[Round] | None]) -> bool:
         """Play a round; if it blows up, these sequences fail and the engine lives on. True if it went well."""
         try:
-            self._tell(play(self.parts, sequences, first_row, ahead=ahead))
-            captured = self.parts.captured
-            while captured is not None and captured.in_flight and any(s.finished for s in sequences):
-                self._tell(play(self.parts, sequences, first_row))  # launched before the end was noticed
+            rounds = work()
+            while rounds is not None:
+                self._tell(rounds)
+                if not any(s.finished for s in sequences):
+                    break
+                rounds = drain(self.parts, self.players, sequences)  # launched before the end was noticed
         except Exception as error:
-            if self.parts.captured is not None:
-                self.parts.captured.forget()
+            self._forget_rounds()
             self._fail(sequences, error)
             return False
         for sequence in sequences:
             if sequence.finished:
                 self._retire(sequence)
         return True
+
+    def _forget_rounds(self) -> None:
+        for player in self.players:
+            player.forget()
 
     def _tell(self, rounds: list[Round]) -> None:
         for listener in list(self._listeners):
@@ -291,8 +302,7 @@ class Engine:
 
     def _recover(self) -> None:
         """Begin anew from the committed tokens: after an interruption nothing in the caches can be trusted."""
-        if self.parts.captured is not None:
-            self.parts.captured.forget()
+        self._forget_rounds()
         self._slab.reset()
         self.parts.reset_drafter()
         with self._door:

@@ -22,7 +22,8 @@ import torch
 
 from ..machine.graphs import Recorder, Recording
 from ..maths import noise
-from .captured import CapturedRounds, Flight, Outcome
+from .captured import CapturedRounds, Flight
+from .outcome import Outcome
 from .programs import DeviceRunner, Shape
 from .sequence import Sequence
 

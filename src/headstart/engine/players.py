@@ -1,0 +1,165 @@
+"""The ways to play a round, and which of them plays it: the first in ``players`` that takes it.
+
+    on the device     draft, verify and decide are recordings; the next round may be launched before this one is read
+    drafted on host   guesses from the host (``lookup``, a head, anybody's drafter), verified and decided on the device
+    step by step      everything else: trees, prompts' ends, models that cannot be recorded, and machines without a GPU
+
+Knows: who takes which round. Does not know: what becomes of its outcome (``round``).
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from ..types import Proposal, TokenLogprob, Verdict
+from .captured import CapturedRounds
+from .drafting import draft
+from .judge import Batch, judge, logprobs_along
+from .outcome import Outcome, Rows
+from .parts import Parts
+
+__all__ = ["Player", "players"]
+
+
+class Player(Protocol):
+    """One way to play a round. What it has under way on a device is its own business."""
+
+    def takes(self, rows: Rows) -> bool:
+        """Can it play the next round of these rows?"""
+
+    def play(self, rows: Rows) -> Outcome:
+        """Draft, ONE forward of the target, a verdict for each row. Called right after ``takes`` said yes."""
+
+    def drain(self, rows: Rows) -> Outcome | None:
+        """The round that was launched ahead, if there is one: to be taken in before rows move."""
+
+    def forget(self) -> None:
+        """After a failure: what is under way is dropped, and nothing on the device is trusted."""
+
+
+def players(parts: Parts) -> tuple[Player, ...]:
+    """All that can play here, in the order in which they are asked."""
+    step = StepByStep(parts)
+    if parts.captured is None:
+        return (step,)
+    return (OnDevice(parts, parts.captured), DraftedOnHost(parts, parts.captured, step), step)
+
+
+class OnDevice:
+    """Rounds that are recorded as a whole, with the draft model's guesses or with none (``captured``, ``overlap``)."""
+
+    def __init__(self, parts: Parts, rounds: CapturedRounds) -> None:
+        self._parts, self._rounds = parts, rounds
+        self._gamma = 0  # what ``takes`` found best
+
+    def takes(self, rows: Rows) -> bool:
+        parts, rounds = self._parts, self._rounds
+        if rows.first or rows.reading or (parts.drafter is not None and not rounds.drafting):
+            return False
+        self._gamma = 0
+        if parts.drafter is not None and any(s.params.speculate for s in rows.sequences):
+            room = [parts.max_gamma] * len(rows.sequences)
+            self._gamma = max(parts.controller.budgets(rows.sequences, room))
+        return rounds.in_flight or rounds.fits(rows.sequences, self._gamma)
+
+    def play(self, rows: Rows) -> Outcome:
+        return self._rounds.play(rows.sequences, self._gamma, ahead=rows.ahead)
+
+    def drain(self, rows: Rows) -> Outcome | None:
+        return self._rounds.play(rows.sequences, 0, ahead=False) if self._rounds.in_flight else None
+
+    def forget(self) -> None:
+        self._rounds.forget()
+
+
+class StepByStep:
+    """Any round at all: the drafter, the target and the rule, called one after another."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def takes(self, rows: Rows) -> bool:
+        return True
+
+    def play(self, rows: Rows) -> Outcome:
+        started, captured = perf_counter(), self._parts.captured
+        # A draft model with recordings does not guess while a prompt is read: step by step that takes longer than the
+        # recorded round after it.
+        idle = captured is not None and captured.drafting and rows.reading
+        proposals: list[Proposal | None] = [None] * len(rows.sequences)
+        if not idle:
+            proposals = draft(self._parts, rows)
+        return self.verify(rows, proposals, perf_counter() - started)
+
+    def verify(self, rows: Rows, proposals: list[Proposal | None], draft_seconds: float) -> Outcome:
+        """The target's word on these proposals."""
+        parts, started = self._parts, perf_counter()
+        batch = Batch.of(rows.sequences, proposals, parts.runner.device)
+        logits = self._forward(batch, rows)
+        seconds = perf_counter() - started
+        verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
+        return Outcome(proposals, verdicts, self._logprobs(logits, batch, verdicts), draft_seconds, seconds)
+
+    def drain(self, rows: Rows) -> Outcome | None:
+        return None
+
+    def forget(self) -> None:
+        pass
+
+    def _forward(self, batch: Batch, rows: Rows) -> torch.Tensor:
+        """Logits [R, N+1, V] of each row's last committed token and its drafted ones."""
+        runner, lengths = self._parts.runner, rows.lengths
+        slab_rows = slice(rows.first, rows.first + len(lengths))
+        feed, topology = batch.tokens, None if batch.topology.is_chain else batch.topology
+        if rows.reading:  # a first round, of one sequence: the rest of its prompt comes along in the same forward
+            (sequence,), (length,) = batch.sequences, lengths
+            rest = sequence.tokens[length:-1]
+            if topology is None:
+                feed = torch.cat([torch.tensor([rest], device=feed.device), feed], dim=1)
+            else:  # a tree hangs from one token, so the prompt's end goes in before it
+                runner.prefill(rows.first, rest)
+                lengths = [length + len(rest)]
+        logits = runner.forward(slab_rows, feed, lengths, topology, keep=batch.width)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # so that the clock reads the forward, not its launch
+        return logits
+
+    def _logprobs(self, logits: torch.Tensor, batch: Batch, verdicts: list[Verdict | None]) -> list[list[TokenLogprob]]:
+        found: list[list[TokenLogprob]] = []
+        lines = zip(batch.sequences, batch.proposals, verdicts, logits, strict=True)
+        for sequence, proposal, verdict, row in lines:
+            top = sequence.params.logprobs
+            if top is None or verdict is None:
+                found.append([])
+                continue
+            drafted = proposal.tokens if proposal is not None else ()
+            tokens = [*(drafted[node] for node in verdict.path), verdict.token]
+            nodes = [0, *(node + 1 for node in verdict.path)]
+            found.append(logprobs_along(row, tokens, nodes, top, self._parts.vocab_size))
+        return found
+
+
+class DraftedOnHost:
+    """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
+
+    def __init__(self, parts: Parts, rounds: CapturedRounds, step: StepByStep) -> None:
+        self._parts, self._rounds, self._step = parts, rounds, step
+
+    def takes(self, rows: Rows) -> bool:
+        return not rows.first and not rows.reading
+
+    def play(self, rows: Rows) -> Outcome:
+        started = perf_counter()
+        proposals = draft(self._parts, rows)
+        seconds = perf_counter() - started
+        found = self._rounds.judge(rows.sequences, proposals, seconds)
+        return found if found is not None else self._step.verify(rows, proposals, seconds)
+
+    def drain(self, rows: Rows) -> Outcome | None:
+        return None
+
+    def forget(self) -> None:
+        pass
