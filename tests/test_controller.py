@@ -98,7 +98,7 @@ STEEP = {width: float(width) for width in range(1, 12)}
 
 
 def test_fixed_is_fixed() -> None:
-    controller = controller_for(DraftConfig(gamma=4), free=False)
+    controller = controller_for(DraftConfig(gamma=4))
     assert isinstance(controller, FixedController)
     assert controller.budgets([View(), View("b")], [10, 2]) == [4, 2]
 
@@ -141,7 +141,7 @@ def test_drawn_tokens_do_not_put_greedy_ones_off() -> None:
         def params(self) -> SamplingParams:
             return SamplingParams(temperature=0.0)
 
-    controller = controller_for(DraftConfig(), free=False)
+    controller = controller_for(DraftConfig())
     assert isinstance(controller, TwoMinds)
     views = {True: Greedy(), False: Drawn()}
     chosen: dict[bool, list[int]] = {True: [], False: []}

@@ -26,6 +26,7 @@ from headstart.drafters.base import Drafter
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.model import ModelDrafter
 from headstart.drafters.portfolio import PortfolioDrafter
+from headstart.engine import players
 from headstart.engine import round as rounds
 from headstart.engine.engine import Engine
 from headstart.machine.runner import EagerRunner
@@ -49,6 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no other clock to be given: it reads the system's."""
     monkeypatch.setattr(rounds, "perf_counter", Clock())
+    monkeypatch.setattr(players, "perf_counter", Clock())
 
 
 def tick(tokens: int) -> None:
@@ -77,7 +79,8 @@ class SlowHead(HeadDrafter):
 def engine(drafter: Drafter, runner: Any = None, *, vocab_size: int = V) -> Engine:
     """With the controller that an ``LLM`` has by default."""
     target = runner if runner is not None else SlowTable(TARGET, rows=2, max_len=400, margin=40)
-    controller = controller_for(DraftConfig(), free=drafter.free, ends_itself=drafter.ends_itself)
+    controller = controller_for(DraftConfig())
+    controller.meet(free=drafter.free, ends_itself=drafter.ends_itself)
     return Engine(target, drafter, controller, EngineConfig(max_rows=2), vocab_size=vocab_size)
 
 

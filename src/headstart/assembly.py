@@ -5,7 +5,6 @@ Knows: which parts a target and a wish for a draft need. Does not know: how any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,7 +29,7 @@ from .machine.opening import Quantization, Runner, load_draft, load_target, read
 from .machine.progress import Tell, telling
 from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
-from .types import DraftView, Request
+from .types import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -85,16 +84,16 @@ def assemble(
         }
         runner, target = runner_for(opened, **sizes)
         vocab_size = target.report.tokenizer_size or runner.vocab_size
-        makes = _Drafters(config, target, runner, vocab_size, sizes, placement, draft_dtype, draft_quantization, tell)
+        controller = controller_for(config.draft)
+        makes = _Drafters(
+            config, controller, target, runner, vocab_size, sizes, placement, draft_dtype, draft_quantization, tell
+        )
         drafter = makes.drafter(draft)
+        if drafter is not None:
+            controller.meet(free=drafter.free, ends_itself=drafter.ends_itself)
         captured = None
         if isinstance(runner, EagerRunner):
             captured = open_captured(runner, drafter, config.draft, vocab_size, tell)
-    makes.controller = controller_for(
-        config.draft,
-        free=drafter is not None and drafter.free,
-        ends_itself=drafter is not None and drafter.ends_itself,
-    )
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
 
     def text_stream(request: Request) -> TextStream:
@@ -106,7 +105,7 @@ def assemble(
     engine = Engine(
         runner,
         drafter,
-        makes.controller,
+        controller,
         config.engine,
         vocab_size=vocab_size,
         eos=eos_ids(target),
@@ -145,6 +144,7 @@ class _Drafters:
     """Builds the drafter that was asked for."""
 
     config: Config
+    controller: Controller
     target: Loaded
     runner: Runner
     vocab_size: int
@@ -153,7 +153,6 @@ class _Drafters:
     dtype: str | torch.dtype
     quantization: Quantization
     tell: Tell
-    controller: Controller | None = None  # known when the drafter is: it asks only while it drafts
 
     def drafter(self, draft: Model | Drafter | None) -> Drafter | None:
         if self.config.draft.most == 0:
@@ -164,7 +163,7 @@ class _Drafters:
             shipped = embedded_draft()
             if shipped is None:
                 return drafter_named("lookup")
-            return PortfolioDrafter(self._head(shipped, self.runner), self._worth_drafting)
+            return PortfolioDrafter(self._head(shipped, self.runner), self.controller.paid_budgets)
         if isinstance(draft, str) and draft in registered_drafters():
             return drafter_named(draft)
         folder = head_folder(draft)
@@ -193,7 +192,7 @@ class _Drafters:
             vocab_size=min(self.vocab_size, self.runner.vocab_size),
             width=self.runner.vocab_size,
             prefill_chunk=self.config.engine.prefill_chunk,
-            least_hope=lambda: self._now.least_hope(),
+            least_hope=self.controller.least_hope,
         )
 
     def _note_sizes(self, draft: Loaded) -> None:
@@ -208,19 +207,8 @@ class _Drafters:
         self.target = replace(self.target, report=replace(self.target.report, notes=(*self.target.report.notes, note)))
 
     def _head(self, folder: Path, target: WatchedRunner) -> HeadDrafter:
-        def hopes() -> tuple[float, float]:
-            return self._now.least_kept(), self._now.least_hope()
-
         size = min(self.vocab_size, target.vocab_size)
-        return HeadDrafter.load(folder, target, vocab_size=size, hopes=hopes)
-
-    @property
-    def _now(self) -> Controller:
-        assert self.controller is not None
-        return self.controller
-
-    def _worth_drafting(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        return self._now.paid_budgets(views, limits)
+        return HeadDrafter.load(folder, target, vocab_size=size, hopes=self.controller.least_chances)
 
 
 def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:

@@ -30,8 +30,7 @@ class AdaptiveController:
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
         self.max_gamma = max_gamma
-        self.free = free
-        self.ends_itself = ends_itself
+        self.meet(free=free, ends_itself=ends_itself)
         self._costs = Costs()
         self._drafting = DraftSeconds()
         self._acceptance = Acceptance()
@@ -41,6 +40,9 @@ class AdaptiveController:
         self._awake: set[str] = set()  # sequences whose costly drafter was asked in their last round
         self._reason: str | None = None
         self._pays = False  # was any draft of this round found worth its time?
+
+    def meet(self, *, free: bool, ends_itself: bool) -> None:
+        self.free, self.ends_itself = free, ends_itself
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         self._pays = False  # a round begins
@@ -109,6 +111,9 @@ class AdaptiveController:
     def least_kept(self) -> float:
         pace, wider = self._pace_and_price()
         return pace * wider
+
+    def least_chances(self) -> tuple[float, float]:
+        return self.least_kept(), self.least_hope()
 
     def _pace_and_price(self) -> tuple[float, float]:
         """Tokens a second of the last rounds, and seconds that a wider forward takes for each token more; 0 while not

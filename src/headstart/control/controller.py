@@ -24,6 +24,9 @@ class Controller(Protocol):
     """Chooses draft lengths and learns from what came of them. A round asks ``budgets``, then ``trim``, then tells
     ``observe``."""
 
+    def meet(self, *, free: bool, ends_itself: bool) -> None:
+        """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (``least_hope``)."""
+
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
 
@@ -42,6 +45,9 @@ class Controller(Protocol):
     def least_kept(self) -> float:
         """The same for a token that is drafted already, and now is worth verifying or not."""
 
+    def least_chances(self) -> tuple[float, float]:
+        """Both: ``least_kept`` and ``least_hope``."""
+
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
 
@@ -49,12 +55,10 @@ class Controller(Protocol):
         """Why speculation is held back just now, for people; None while it is not."""
 
 
-def controller_for(config: DraftConfig, *, free: bool, ends_itself: bool = False) -> Controller:
-    """The controller that the settings ask for. ``free``: the drafter's guesses cost nothing. ``ends_itself``: it ends
-    a draft that is not likely enough to hold (see ``least_hope``)."""
+def controller_for(config: DraftConfig) -> Controller:
+    """The controller that the settings ask for."""
     if config.gamma == "auto":
-        greedy, drawn = (AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself) for _ in "ab")
-        return TwoMinds(greedy, drawn)
+        return TwoMinds(AdaptiveController(config.max_gamma), AdaptiveController(config.max_gamma))
     return FixedController(config.gamma)
 
 
@@ -63,6 +67,9 @@ class FixedController:
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
+
+    def meet(self, *, free: bool, ends_itself: bool) -> None:
+        pass
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         return [min(self.gamma, limit) for limit in limits]
@@ -80,6 +87,9 @@ class FixedController:
 
     least_kept = least_hope
 
+    def least_chances(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def forget(self, sequence_id: str) -> None:
         pass
 
@@ -96,6 +106,10 @@ class TwoMinds:
     def __init__(self, greedy: Controller, drawn: Controller) -> None:
         self._greedy, self._drawn = greedy, drawn
         self._now = greedy  # whose round it is: a round is observed before the next one's budgets are asked for
+
+    def meet(self, *, free: bool, ends_itself: bool) -> None:
+        self._greedy.meet(free=free, ends_itself=ends_itself)
+        self._drawn.meet(free=free, ends_itself=ends_itself)
 
     def _turn(self, views: Sequence[DraftView]) -> Controller:
         self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn
@@ -118,6 +132,9 @@ class TwoMinds:
 
     def least_kept(self) -> float:
         return self._now.least_kept()
+
+    def least_chances(self) -> tuple[float, float]:
+        return self._now.least_chances()
 
     def forget(self, sequence_id: str) -> None:
         self._greedy.forget(sequence_id)

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from ..machine.cpu.head import HeadKernel
 from ..machine.cpu.sampling import REJECTING, Knobs, knobs_of
+from ..maths.asks import DRAWING, PROCESSING, Served
 from ..types import DraftView, Proposal
 from .pen import AGREEMENT_HEAT
 
-__all__ = ["DRAWN_HEAT", "kernel_chains"]
+__all__ = ["DRAWN_HEAT", "SERVED", "kernel_chains"]
+
+#: penalties and bias are left to the target: a guess that heeds them takes several times as long to make here
+SERVED = Served("head kernel", DRAWING | {"verification"}, PROCESSING | {"logprobs"})
 
 # A trained head is less sure than its target: drawn a little colder, its tokens hold more often (1 - TV(p, q) of the
 # shipped one: 0.487 against 0.476 at temperature 1, 0.568 against 0.556 at 0.8 with top-p 0.95). Any q is lossless.

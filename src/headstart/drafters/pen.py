@@ -16,24 +16,20 @@ import torch.nn.functional as F
 
 from ..maths import noise
 from ..maths.argmax import argmax
+from ..maths.asks import DRAWING, PENALTIES, Served
 from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
 from ..maths.inner import PLAIN, Inner
-from ..types import DraftView, SamplingParams
+from ..types import DraftView
 
-__all__ = ["AGREEMENT_HEAT", "Pen", "draft_keys", "draw_tokens", "fit", "just_argmax", "touches_logits"]
+__all__ = ["AGREEMENT_HEAT", "SERVED", "Pen", "draft_keys", "draw_tokens", "fit"]
 
 AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
 
 
-def just_argmax(params: SamplingParams) -> bool:
-    """Is every token simply the likeliest one, with nothing added to the logits?"""
-    return params.greedy and not touches_logits(params)
-
-
-def touches_logits(params: SamplingParams) -> bool:
-    """Is anything added to the logits before the temperature, but for min_tokens?"""
-    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    return bool(params.logit_bias) or penalties != (0.0, 0.0, 1.0)
+#: a guess disregards min_tokens; log-probabilities are the target's alone
+SERVED = Served(
+    "draft sampler", DRAWING | PENALTIES | {"logit_bias", "verification"}, frozenset({"min_tokens", "logprobs"})
+)
 
 
 class Pen:

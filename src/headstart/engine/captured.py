@@ -163,7 +163,7 @@ class CapturedRounds:
         rows = next(n for n in self._buckets if n >= len(sequences))
         longest = max(len(s.tokens) for s in sequences) + 2 * (gamma + 1)
         bound = next((b for b in self._bounds if b >= longest), self._bounds[-1])
-        return self._coarse(Shape(rows, gamma, kind_of([s.params for s in sequences], drafted=gamma > 0), bound))
+        return self._coarse(Shape(rows, gamma, kind_of(sequences, drafted=gamma > 0), bound))
 
     def _before(self, gamma: int) -> int:
         """The draft length that comes before this one. A draft is recorded in parts, each from one length to the next:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ..machine.kvcache import Slab
 from ..maths import noise
+from ..maths.asks import PENALTIES, PROCESSING, Served
 from ..maths.warp import History, Warp
 from ..types import SamplingParams, Verdict
 from .sequence import Sequence
 
-__all__ = ["DeviceRows", "Kind", "idle_lengths", "kind_of"]
+__all__ = ["PROGRAMS", "DeviceRows", "Kind", "idle_lengths", "kind_of"]
 
 # Which program the rows need. *greedy*: every row is greedy and nothing is done to its logits. *rejected*: every row is
 # rejection sampled, by the token or the block rule, with temperature, top-p and min-p. *coupled*: every row is sampled
@@ -33,30 +34,32 @@ _NEVER = 1 << 40  # a draft limit that no draft reaches
 _OFF = 1 << 62  # a top_k that keeps everything
 
 
-def kind_of(params: Seq[SamplingParams], *, drafted: bool) -> Kind:
+#: what each program serves, the cheapest first
+_REST = PROCESSING | {"top_k", "logprobs"}
+PROGRAMS: dict[Kind, Served] = {
+    "greedy": Served("greedy program", frozenset(), _REST | {"temperature", "top_p", "min_p", "verification"}),
+    "coupled": Served("coupled program", frozenset({"temperature", "top_p", "min_p"}), _REST | {"verification"}),
+    "rejected": Served("rejected program", frozenset({"temperature", "top_p", "min_p", "verification"}), _REST),
+    "full": Served("full program", _REST | {"temperature", "top_p", "min_p", "verification"}),
+}
+
+
+def kind_of(sequences: Seq[Sequence], *, drafted: bool) -> Kind:
     """The cheapest program that serves all these rows."""
-    if any(_needs_all(p) for p in params):
-        return "full"
-    kinds: set[Kind] = {"greedy" if p.greedy else "rejected" if drafted and _rejects(p) else "coupled" for p in params}
+    kinds = {_kind(s, drafted) for s in sequences}
     return kinds.pop() if len(kinds) == 1 else "full"
+
+
+def _kind(sequence: Sequence, drafted: bool) -> Kind:
+    """A row whose token is drawn by noise alone, because nothing was drafted, has no use for its rule."""
+    params = sequence.params
+    kind: Kind = "greedy" if params.greedy else "rejected" if drafted and _rejects(params) else "coupled"
+    asks = sequence.asks if kind == "rejected" else sequence.asks - {"verification"}
+    return kind if PROGRAMS[kind].takes([asks]) else "full"
 
 
 def _rejects(p: SamplingParams) -> bool:
     return not p.greedy and p.speculate and p.rule != "coupled"
-
-
-def _needs_all(p: SamplingParams) -> bool:
-    return (
-        p.logprobs is not None
-        or bool(p.logit_bias)
-        or p.min_tokens > 0
-        or (p.top_k > 0 and not p.greedy)
-        or _penalises(p)
-    )
-
-
-def _penalises(p: SamplingParams) -> bool:
-    return (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class DeviceRows:
 
     def _send_history(self, sequences: Seq[Sequence]) -> None:
         for row, s in enumerate(sequences):
-            if not _penalises(s.params):
+            if not s.asks & PENALTIES:
                 continue
             cut = s.prompt_length
             found = History.of([s.tokens[:cut]], [s.tokens[cut:]], self.counts.shape[1], self.device)

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..drafters.pen import just_argmax, touches_logits
 from ..maths import noise
+from ..maths.asks import DRAWING, PROCESSING, Served
 from ..maths.distribution import History, Warp, argmaxes, probabilities
 from ..maths.inner import PLAIN, Inner, Rule
 from ..maths.tree import Topology
@@ -26,9 +26,24 @@ from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, cou
 from ..types import Draw, Origin, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
-__all__ = ["Batch", "Group", "decide", "decide_mixed", "group_of", "judge", "logprobs_along", "targets_of"]
+__all__ = [
+    "GREEDY_CHAINS",
+    "Batch",
+    "Group",
+    "by_rule",
+    "decide",
+    "decide_mixed",
+    "follow",
+    "group_of",
+    "judge",
+    "logprobs_along",
+    "targets_of",
+]
 
 Group = Rule
+
+#: ``follow``: the likeliest token with nothing done to the logits
+GREEDY_CHAINS = Served("greedy chains", frozenset({"logprobs"}), DRAWING | PROCESSING | {"verification"})
 
 
 @dataclass(frozen=True)
@@ -57,15 +72,21 @@ class Batch:
 
 
 def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PLAIN) -> list[Verdict | None]:
-    """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass)."""
-    if (
-        batch.topology.is_chain
-        and (logits.device.type, logits.dtype) == ("cpu", torch.float32)
-        and all(just_argmax(s.params) and s.params.min_tokens <= s.output_length for s in batch.sequences)
-    ):
-        return _follow(logits, batch, vocab_size)
-    if inner.judged is not None and batch.topology.is_chain and logits.dtype == torch.float32:
+    """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass).
+
+    By the quickest decider that serves all that the rows ask for; ``by_rule`` serves everything.
+    """
+    wanted = [s.asks for s in batch.sequences]
+    chains = batch.topology.is_chain and logits.dtype == torch.float32
+    if chains and logits.device.type == "cpu" and GREEDY_CHAINS.takes(wanted):
+        return follow(logits, batch, vocab_size)
+    if chains and inner.judged is not None and inner.judges is not None and inner.judges.takes(wanted):
         return _judge_chains(logits, batch, vocab_size, inner)
+    return by_rule(logits, batch, vocab_size, inner)
+
+
+def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PLAIN) -> list[Verdict | None]:
+    """Rows of the same rule together, in tensors, by ``maths.verify``: what every other decider is held against."""
     groups: dict[Group, list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         groups.setdefault(group_of(sequence, drafted=proposal is not None), []).append(row)
@@ -80,7 +101,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PL
     return verdicts
 
 
-def _follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+def follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
     """Greedy chains on a CPU: what ``decide`` says of them, said without tensors of a few numbers each, whose making
     takes a tenth of a round there. Nodes behind the first disagreement are not looked at."""
     found: list[Verdict | None] = []
@@ -106,7 +127,7 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: In
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         drafted = proposal.tokens if proposal is not None else ()
         x = logits[row, : len(drafted) + 1, :vocab_size]
-        if touches_logits(sequence.params) or sequence.params.min_tokens > sequence.output_length:
+        if sequence.asks & PROCESSING:
             x = inner.processed(
                 x,
                 sequence.params,

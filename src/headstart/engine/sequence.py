@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from ..maths.asks import Asks, asks_of
 from ..maths.noise import derive
 from ..types import Choice, FinishReason, Origin, Piece, Request, Round, SamplingParams, Stats, TokenLogprob
 from .committed import Committed
@@ -57,6 +58,7 @@ class Sequence:
         self.torn = False  # tokens are being taken in; stays true only if that was interrupted
         self.pieces: deque[Piece] = deque()
         self.tally = Tally(prompt_tokens=self.prompt_length)
+        self._asks = asks_of(self.params)
         self._limit = limit
         self._sink = text
         self._texts: list[str] = []
@@ -78,6 +80,13 @@ class Sequence:
     def ending_ids(self) -> frozenset[int]:
         """Ids that end the text, and that ``min_tokens`` therefore holds back."""
         return self.eos | self.stop_ids
+
+    @property
+    def asks(self) -> Asks:
+        """What its settings ask for now (see ``maths.asks``): ``min_tokens`` only until they are out."""
+        if "min_tokens" in self._asks and self.output_length >= self.params.min_tokens:
+            self._asks -= {"min_tokens"}
+        return self._asks
 
     @property
     def finished(self) -> bool:

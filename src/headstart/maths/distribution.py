@@ -19,11 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .asks import DRAWING, PROCESSING, Served
 from .inner import PLAIN, Inner
 from .tree import Topology
 from .warp import History, Warp
 
-__all__ = ["History", "Warp", "argmaxes", "probabilities", "processed"]
+__all__ = ["SERVED", "History", "Warp", "argmaxes", "probabilities", "processed"]
+
+SERVED = Served("tensors", DRAWING | PROCESSING | {"verification", "logprobs"})
 
 _PARTIAL = 512  # a nucleus is seldom larger, and finding the 512 largest costs half of a full sort
 

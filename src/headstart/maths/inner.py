@@ -18,6 +18,7 @@ from torch import Tensor
 from ..types import SamplingParams
 from . import noise
 from .argmax import argmax
+from .asks import Served
 from .warp import Warp
 
 __all__ = ["PLAIN", "ChainJudge", "ChainProcess", "ChainReject", "Inner", "RowDraw", "Rule"]
@@ -103,6 +104,7 @@ class Inner:
     #: both or neither; None: ``distribution`` and ``verify``'s rules
     judged: ChainJudge | None = None
     processed: ChainProcess | None = None
+    judges: Served | None = None  # what those two serve
 
 
 PLAIN = Inner()

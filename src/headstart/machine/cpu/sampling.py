@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from ...maths import noise
+from ...maths.asks import DRAWING, PROCESSING, Served
 from ...maths.inner import Inner, Rule
 from ...maths.warp import Warp
 from ...types import SamplingParams
 from .library import kernels, pool
 
-__all__ = ["REJECTING", "Knobs", "inner_for", "knobs_of"]
+__all__ = ["REJECTING", "SERVED", "Knobs", "inner_for", "knobs_of"]
 
+SERVED = Served("C++ judge", DRAWING | PROCESSING | {"verification", "logprobs"})  # logprobs: read off the same logits
 RULES: dict[Rule, int] = {"greedy": 0, "coupled": 1, "token": 2, "block": 3}
 REJECTING = (RULES["token"], RULES["block"])  # these ask what a token was drawn from
 
@@ -129,7 +131,9 @@ def inner_for(threads: int) -> Inner:
         )
         return found[0], found[1]
 
-    return Inner(race=race, keys=_keys, sampled=sampled, drawn=drawn, judged=judged, processed=_processed)
+    return Inner(
+        race=race, keys=_keys, sampled=sampled, drawn=drawn, judged=judged, processed=_processed, judges=SERVED
+    )
 
 
 class _Past(Structure):  # see csrc/penalties.cpp

@@ -1,0 +1,86 @@
+"""A backend cannot forget a sampling parameter: it says yes or no to each, and a no sends the round elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from engines import table, table_draft, table_engine
+
+from headstart.drafters import kernel_chains, pen
+from headstart.engine import device_rows, judge
+from headstart.machine.cpu import sampling
+from headstart.maths import distribution
+from headstart.maths.asks import ASKS, Served, asks_of
+from headstart.types import Request, SamplingParams
+
+BACKENDS: list[Served] = [
+    distribution.SERVED,
+    judge.GREEDY_CHAINS,
+    sampling.SERVED,
+    pen.SERVED,
+    kernel_chains.SERVED,
+    *device_rows.PROGRAMS.values(),
+]
+FIELDS = [field.name for field in fields(SamplingParams)]
+#: for each field, a value that asks for something by it, and settings under which it does
+ASKING: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.1},
+    "verification": {"verification": "token"},
+    "presence_penalty": {"presence_penalty": 0.5, "temperature": 0},
+    "frequency_penalty": {"frequency_penalty": -0.5, "temperature": 0},
+    "repetition_penalty": {"repetition_penalty": 1.2, "temperature": 0},
+    "logit_bias": {"logit_bias": {1: 2.0}, "temperature": 0},
+    "min_tokens": {"min_tokens": 2, "temperature": 0},
+    "logprobs": {"logprobs": 0, "temperature": 0},
+}
+
+
+def test_every_field_is_in_the_table() -> None:
+    assert set(ASKS) == set(FIELDS), "write the new field into maths/asks.ASKS"
+    for name, settings in ASKING.items():
+        assert name in asks_of(SamplingParams(**settings)), name
+    assert asks_of(SamplingParams(temperature=0)) == frozenset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.by)
+@pytest.mark.parametrize("field", sorted(ASKING))
+def test_every_backend_says_yes_or_no(backend: Served, field: str) -> None:
+    known = backend.serves | backend.declines
+    assert field in known, f"{backend.by} has not said whether it serves {field}"
+    assert known <= set(ASKING), f"{backend.by} speaks of {known - set(ASKING)}, by which nothing can be asked for"
+
+
+def test_what_nobody_else_serves_the_tensors_do() -> None:
+    assert distribution.SERVED.takes([frozenset(ASKING)])
+
+
+def test_a_backend_that_has_not_heard_of_a_field_is_passed_by() -> None:
+    assert not judge.GREEDY_CHAINS.takes([frozenset({"typical_p"})])
+    assert not distribution.SERVED.takes([frozenset({"typical_p"})])
+    with pytest.raises(ValueError, match="both serves and declines"):
+        Served("confused", frozenset({"top_p"}), frozenset({"top_p"}))
+
+
+@pytest.mark.parametrize("field", ["presence_penalty", "repetition_penalty", "logit_bias", "min_tokens"])
+def test_a_round_goes_where_its_settings_are_served(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy chains on a CPU have a way of their own, which heeds none of these."""
+    seen: list[frozenset[str]] = []
+    follow = judge.follow
+
+    def noted(*args: Any) -> Any:
+        seen.extend(s.asks for s in args[1].sequences)
+        return follow(*args)
+
+    monkeypatch.setattr(judge, "follow", noted)
+    target = table(6).float()
+    engine = table_engine(target, table_draft(target), eos=(2,))
+    handle = engine.submit(Request("a", (1, 2), SamplingParams(max_tokens=8, **ASKING[field])))
+    plain = engine.submit(Request("b", (1, 2), SamplingParams(max_tokens=8, temperature=0)))
+    engine.drive(lambda: handle.done and plain.done)
+    assert all(asks <= judge.GREEDY_CHAINS.serves for asks in seen)
+    assert seen, "the plain request goes that way once it is alone, or in its first round"
