@@ -103,7 +103,7 @@ class Worker(threading.Thread):
             chosen = [(i + k) % len(JOBS) for k in range(self.draw.randrange(1, 6))]
             answers = self.llm.generate([JOBS[k][0] for k in chosen], [JOBS[k][1] for k in chosen])
             for k, answer in zip(chosen, answers, strict=True):
-                if answer.finish_reason != "error":
+                if all(choice.finish_reason != "error" for choice in answer.choices):
                     self.compare(k, texts(answer))
         elif action == "stream":
             found: dict[int, list[int]] = {}
