@@ -222,8 +222,7 @@ class LLM:
     @property
     def drafter_name(self) -> str:
         """Who drafts; "none" for plain decoding."""
-        drafter = self.engine.parts.drafter
-        return drafter.name if drafter is not None else "none"
+        return self.engine.parts.drafter_name or "none"
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -21,6 +21,7 @@ from .drafters.watched import WatchedRunner
 from .engine.engine import Engine
 from .engine.opening import open_captured
 from .errors import InvalidParameter, ModelNotFound, ModelRefused
+from .machine.cpu.opening import check_quantization
 from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.head import head_folder
 from .machine.hub import Remote
@@ -66,6 +67,7 @@ def assemble(
     progress: Tell | None,
 ) -> Assembled:
     """Load everything and build the engine. The arguments are those of ``LLM``; ``placement``: device and trust."""
+    check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):
         source: Model = embedded_folder(tell) if model is None else model
         if draft == "auto" and not is_embedded(source):

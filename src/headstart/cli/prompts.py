@@ -57,7 +57,7 @@ def _questions(content: str, path: str, prediction: str | None) -> Iterator[Ques
             continue
         yield (
             _parsed(line, f"{path}, line {number},", prediction)
-            if path.endswith(".jsonl")
+            if path.lower().endswith(".jsonl")
             else Question(line, prediction)
         )
 

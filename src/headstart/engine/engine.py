@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from threading import Lock
 from time import perf_counter
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -42,6 +43,17 @@ from .turns import Turns
 __all__ = ["Engine", "Handle"]
 
 log = logging.getLogger(__name__)
+
+_engines: WeakSet[Engine] = WeakSet()  # for a fork: what another thread held then, nobody gives back in the child
+
+
+def _forked() -> None:
+    for engine in list(_engines):
+        engine._rebuilding = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 T = TypeVar("T")
 
@@ -87,6 +99,8 @@ class Engine:
         self._discarded: deque[str] = deque()  # requests that nobody waits for any more
         self._torn = False  # true while something moves; found true at the start: that was interrupted
         self._process = os.getpid()
+        self._rebuilding = Lock()  # in a forked child
+        _engines.add(self)
 
     # -- the caller's side
 
@@ -107,6 +121,8 @@ class Engine:
             for index in range(request.params.n)
         ]
         handle = Handle(request, sequences)
+        if self._discarded and self._scheduler.full(len(sequences)) and not self._turns.mine:
+            self._turns.alone(lambda: self._whole(self._abort_discarded))  # nobody waits for these: they hold no place
         with self._door:
             if request.id in self._handles:
                 raise InvalidParameter("id", f"{request.id!r} is already running")
@@ -184,14 +200,17 @@ class Engine:
             self._torn = False
 
     def _step(self) -> None:
-        while self._discarded:
-            self._abort(self._discarded.popleft())
+        self._abort_discarded()
         if self._scheduler.arriving:
             self._settle()  # rows are about to change
             self._fill()
         ready = self._scheduler.ready()
         if ready:
             self._round(ready, 0, ahead=not self._scheduler.arriving)
+
+    def _abort_discarded(self) -> None:
+        while self._discarded:
+            self._abort(self._discarded.popleft())
 
     def _abort(self, request_id: str) -> None:
         handle = self._handles.get(request_id)
@@ -317,12 +336,17 @@ class Engine:
                         live.append(sequence)
             self._scheduler.restart(live)
         if live:
-            log.warning("a step was interrupted: %d requests are read in again", len(live))
+            log.info("a step was interrupted; requests that go on, from their committed tokens: %d", len(live))
 
     def _check_process(self) -> None:
         """A forked child has the weights, but not the threads and none of the requests of its parent."""
         if os.getpid() == self._process:
             return
+        with self._rebuilding:
+            if os.getpid() != self._process:
+                self._rebuild()
+
+    def _rebuild(self) -> None:
         if self.parts.runner.device.type == "cuda":
             raise HeadstartError(
                 "this process was forked after the model was loaded, and CUDA does not survive that: load the model in "

@@ -10,7 +10,8 @@ past the end of memory in C++; a wrong q would go unnoticed and change the text'
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 import torch
@@ -47,19 +48,19 @@ def checked(
 def _checked(p: object, budget: int, width: int, device: torch.device, sound_q: bool) -> Proposal | None:
     if not isinstance(p, Proposal):
         raise BadProposal(f"it proposed {_kind(p)}, not a Proposal")
-    tokens = _whole(p.tokens, "tokens")
+    tokens = _whole(p.tokens, "tokens", budget + 1)
     count = len(tokens)
     if not count:
         return None  # a guess of nothing is no guess
     if count > budget:
-        raise BadProposal(f"it proposed {count} tokens where at most {budget} were asked for")
+        raise BadProposal(f"it proposed {_count(p.tokens, count)} tokens where at most {budget} were asked for")
     if min(tokens) < 0 or max(tokens) >= width:
         wrong = next(token for token in tokens if not 0 <= token < width)
         raise BadProposal(f"it proposed token {wrong}, which is outside of the vocabulary of {width}")
-    parents = _whole(p.parents, "parents")
+    parents = _whole(p.parents, "parents", count + 1)
     if parents != tuple(range(-1, count - 1)):
         _check_tree(parents, count)
-    (strength,) = _whole((p.strength,), "strength")
+    (strength,) = _whole((p.strength,), "strength", 1)
     if strength < 0:
         raise BadProposal(f"its strength is {strength}; 0 is the least")
     q = _checked_q(p, tokens, parents, width, device, sound_q)
@@ -68,14 +69,15 @@ def _checked(p: object, budget: int, width: int, device: torch.device, sound_q: 
     return Proposal(tokens, parents, q, p.draw, strength, bool(p.paid))
 
 
-def _whole(values: Any, name: str) -> tuple[int, ...]:
-    """A tuple of Python's own whole numbers. NumPy's and torch's become some; truth values and fractions are none."""
+def _whole(values: Any, name: str, most: int) -> tuple[int, ...]:
+    """A tuple of Python's own whole numbers. NumPy's and torch's become some; truth values and fractions are none.
+    At most the first ``most`` are read: an iterator may have no end."""
     if type(values) is tuple and set(map(type, values)) <= {int}:
         return values
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
         raise BadProposal(f"its {name} are {_kind(values)}, not a tuple of whole numbers")
     found = []
-    for value in values:
+    for value in islice(values, most):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise BadProposal(f"its {name} hold {value!r}, which is no whole number")
         try:
@@ -83,6 +85,10 @@ def _whole(values: Any, name: str) -> tuple[int, ...]:
         except TypeError:  # a tensor of fractions, or of several numbers
             raise BadProposal(f"its {name} hold {value!r}, which is no whole number") from None
     return tuple(found)
+
+
+def _count(values: Any, read: int) -> str:
+    return str(len(values)) if isinstance(values, Sized) else f"{read} or more"
 
 
 def _check_tree(parents: tuple[int, ...], count: int) -> None:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["GROUPED", "grouped_attention", "lend", "lock_of", "wants_grouped"]
+__all__ = ["GROUPED", "evaluating", "grouped_attention", "lend", "lock_of", "wants_grouped"]
 
 GROUPED = "headstart_grouped"
 
@@ -76,6 +76,21 @@ def lock_of(model: torch.nn.Module) -> Lock:
     """One lock a model: what a forward lends to the model must not meet another thread's forward."""
     with _over_locks:
         return _locks.setdefault(model, Lock())
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout: a model that its owner trains meanwhile is put into evaluation mode, and back afterwards."""
+    if not model.training:
+        yield
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -37,9 +37,9 @@ def local_path(name: str | Path) -> Path | None:
     except (OSError, ValueError):
         pass
     if path.suffix == ".gguf":
-        raise ModelNotFound(f"there is no file {path}")
+        raise ModelNotFound(f"there is no file {str(name)!r}: check the path")
     if isinstance(name, Path) or str(name).startswith(("/", "./", "../", "~")) or str(name).count("/") > 1:
-        raise ModelNotFound(f"there is no folder {path}")
+        raise ModelNotFound(f"there is no folder {str(name)!r}: check the path")
     return None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import HeadstartError, ModelRefused
 from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
-from .attention import lend, lock_of, wants_grouped
+from .attention import evaluating, lend, lock_of, wants_grouped
 from .kvcache import MARGIN, Slab
 from .packing import lend_packed, pack
 from .watch import Watch, newly_watched
@@ -238,7 +238,7 @@ class EagerRunner:
             arguments["logits_to_keep"] = keep
         model = self.model if keep != 0 else self.model.base_model  # everything but the head
         # Another engine in another thread may run over the same model, with a slab of its own.
-        with self._one_at_a_time, self._attention(), lend_packed():
+        with self._one_at_a_time, evaluating(self.model), self._attention(), lend_packed():
             output = model(**arguments)
             self._keep_features()
         if keep == 0:

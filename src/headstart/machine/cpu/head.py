@@ -122,7 +122,7 @@ class HeadKernel:
             function = getattr(self._kernels, name)
             function.restype, function.argtypes = result, arguments
         self._handle = int(self._kernels.hs_head_new(ctypes.addressof(record)))
-        weakref.finalize(self, self._kernels.hs_head_free, self._handle)
+        weakref.finalize(self, self._kernels.hs_head_free, self._handle).atexit = False  # as in ``CpuRunner``
         self._y = torch.zeros(slab.rows, c.width)
         self._logits = torch.zeros(slab.rows, c.vocab)
 

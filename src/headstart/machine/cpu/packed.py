@@ -10,6 +10,7 @@ embedding and output head stay int8. A group's extremes are kept exactly, so wei
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -217,7 +218,12 @@ def _padded(outputs: int) -> int:
 
 def save_packed(packed: Packed, path: Path, about: str = "") -> None:
     """One safetensors file; the plan, and what there is to say ``about`` the model, are in its header."""
-    header = {"version": VERSION, "plan": json.dumps(asdict(packed.plan)), "about": about}
+    header = {
+        "version": VERSION,
+        "plan": json.dumps(asdict(packed.plan)),
+        "about": about,
+        "sha256": _digest(packed.data),
+    }
     with replacing(path, guarded=True) as work:
         try:
             save_file({"data": packed.data}, work, metadata=header)
@@ -244,6 +250,10 @@ def load_packed(path: Path) -> Packed | None:
         return None
 
 
+def _digest(data: Tensor) -> str:
+    return hashlib.sha256(data.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer
+
+
 def _read_packed(path: Path) -> Packed | None:
     with safe_open(path, "pt") as file:
         about = file.metadata() or {}
@@ -255,7 +265,8 @@ def _read_packed(path: Path) -> Packed | None:
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         packed = Packed(Plan(**values | lists))
         stored = file.get_tensor("data")
-        if stored.numel() != packed.bytes:
+        # Files of versions that noted no digest are taken as they are.
+        if stored.numel() != packed.bytes or about.get("sha256", "") not in ("", _digest(stored)):
             return None
         packed.data.copy_(stored)
     return packed

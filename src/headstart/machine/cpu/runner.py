@@ -70,7 +70,8 @@ class CpuRunner:
         self._cosines, self._sines = _rotation(packed, self.slab.capacity)
         self._handle = self._build()
         self._call = CallRecord()
-        weakref.finalize(self, self._kernels.hs_model_free, self._handle)
+        # Not at exit: another thread may be in the kernels then, and the memory goes with the process anyway.
+        weakref.finalize(self, self._kernels.hs_model_free, self._handle).atexit = False
         if probe:
             self.probe()
 
