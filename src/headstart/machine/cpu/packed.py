@@ -251,7 +251,7 @@ def load_packed(path: Path) -> Packed | None:
 
 
 def _digest(data: Tensor) -> str:
-    return hashlib.sha256(data.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def _read_packed(path: Path) -> Packed | None:
