@@ -1,0 +1,82 @@
+"""Two trees of this project against each other on one CPU, in turns: the default, plain and float32 decoding.
+
+    python benchmarks/before_after.py --before OLD_TREE/src --after src --out benchmarks/results/before-after.json
+
+Each measurement is a process of its own with one of the trees on its path; medians of ratios of neighbours are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+PROMPTS = (
+    "Why is the sky blue? Answer in a short paragraph.",
+    "Repeat this list three times: apples, pears, plums, cherries, figs.",
+    "Write three sentences about a lighthouse.",
+)
+
+PROGRAM = """
+import json, sys
+from headstart import LLM, SamplingParams
+prompts = json.loads(sys.argv[1])
+def speed(llm, tokens, speculate):
+    params = SamplingParams(temperature=0, max_tokens=tokens, speculate=speculate, ignore_eos=True)
+    stats = [llm.chat([{"role": "user", "content": p}], params).stats for p in prompts]
+    return sum(s.decode_tokens for s in stats) / sum(s.decode_seconds for s in stats)
+llm = LLM(max_rows=1, max_model_len=1024)
+speed(llm, 16, True)
+found = {"default": max(speed(llm, 96, True) for _ in "ab"), "plain": max(speed(llm, 64, False) for _ in "ab")}
+del llm
+llm = LLM(dtype="float32", draft=None, max_rows=1, max_model_len=1024)
+found["float32 plain"] = speed(llm, 24, False)
+print(json.dumps(found))
+"""
+
+
+def measure(tree: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(PROMPTS)],
+        env=os.environ | {"PYTHONPATH": tree},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True)
+    parser.add_argument("--after", required=True)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    turns = []
+    for turn in range(given.turns):
+        order = (given.before, given.after) if turn % 2 == 0 else (given.after, given.before)
+        found = {tree: measure(tree) for tree in order}
+        turns.append({"before": found[given.before], "after": found[given.after]})
+        print(json.dumps(turns[-1]), file=sys.stderr, flush=True)
+    ratios = {name: median(t["after"][name] / t["before"][name] for t in turns) for name in turns[0]["after"]}
+    processor = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
+    result = {"processor": processor, "cores": os.cpu_count(), "after_over_before": ratios, "turns": turns}
+    print(json.dumps(ratios))
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
