@@ -2,7 +2,7 @@
 
     python benchmarks/before_after.py --before OLD_TREE/src --after src --out benchmarks/results/before-after.json
 
-Each measurement is a process of its own with one of the trees on its path; medians of ratios of neighbours are reported.
+Each measurement is a process of its own with one of the trees on its path; medians of the turns' ratios are reported.
 """
 
 from __future__ import annotations

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import subprocess
 import sys
 import threading
+import time
+from contextlib import redirect_stderr
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ import pytest
 import torch
 from engines import table, table_engine
 
-from headstart import LLM, Proposal, SamplingParams
+from headstart import LLM, InvalidParameter, Proposal, SamplingParams
+from headstart.machine import progress
 from headstart.machine.cpu.build import why_not
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed
 from headstart.testing import ScriptedDrafter, tiny_model
@@ -130,3 +134,27 @@ def test_a_drafter_whose_name_raises_has_one() -> None:
     llm = LLM(tiny_model("llama"), Nameless(lambda view, budget: None), max_model_len=64)
     assert llm.drafter_name == "Nameless"
     assert torch.is_grad_enabled()
+
+
+def test_distill_settings_are_checked_before_anything_is_made() -> None:
+    from headstart.distill.make import DistillSettings
+
+    for name in ("vocab", "layers", "length", "gamma"):
+        with pytest.raises(InvalidParameter, match=f"{name} must be at least 1"):
+            DistillSettings(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_the_draft_quantization_is_checked_whoever_drafts() -> None:
+    with pytest.raises(InvalidParameter, match="draft_quantization"):
+        LLM(tiny_model("llama"), "lookup", draft_quantization="int2", max_model_len=64)  # type: ignore[arg-type]
+
+
+def test_progress_is_told_while_a_reader_redirects_standard_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    with progress.telling(None) as tell, redirect_stderr(io.StringIO()):
+        tell("loading a long file")
+        time.sleep(0.2)
+    assert "loading a long file" in capsys.readouterr().err

@@ -47,6 +47,7 @@ PROMPTS = {
 
 def demo(*, model: ModelOptions, max_tokens: MaxTokens = 96) -> None:
     """Run three prompts plain and speculative, and compare."""
+    SamplingParams(max_tokens=max_tokens)  # refused before anything is loaded
     llm = model.open()
     console, answer = output(), Answer()
     if answer.coloured:

@@ -55,6 +55,9 @@ class DistillSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("head", "model"):
             raise InvalidParameter("kind", f"must be 'head' or 'model', not {self.kind!r}")
+        for name in ("vocab", "layers", "length", "proof_prompts", "gamma", "proof_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidParameter(name, f"must be at least 1, not {getattr(self, name)}")
 
 
 class Reporter(Protocol):

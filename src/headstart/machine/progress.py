@@ -75,6 +75,7 @@ class _Lines:
         self._since = self._told = monotonic()
         self._closed = False
         self._thread: Thread | None = None
+        self._stream = sys.stderr  # as it is now: what reads a GGUF file redirects it for a while
 
     def tell(self, text: str) -> None:
         with self._changed:
@@ -97,7 +98,7 @@ class _Lines:
                 wait = min(self._since + PATIENCE, self._told + INTERVAL) - monotonic() if self._text else None
                 if wait is not None and wait <= 0:
                     with suppress(OSError, ValueError):  # nobody reads it
-                        print(f"headstart: {self._text} ...", file=sys.stderr, flush=True)
+                        print(f"headstart: {self._text} ...", file=self._stream, flush=True)
                     self._last, self._text, self._told = self._text, "", monotonic()
                 else:
                     self._changed.wait(wait)
