@@ -55,11 +55,12 @@ class Controller(Protocol):
         """Why speculation is held back just now, for people; None while it is not."""
 
 
-def controller_for(config: DraftConfig) -> Controller:
-    """The controller that the settings ask for."""
-    if config.gamma == "auto":
-        return TwoMinds(AdaptiveController(config.max_gamma), AdaptiveController(config.max_gamma))
-    return FixedController(config.gamma)
+def controller_for(config: DraftConfig, *, free: bool = False, ends_itself: bool = False) -> Controller:
+    """The controller that the settings ask for; ``free``, ``ends_itself``: see ``Controller.meet``."""
+    if config.gamma != "auto":
+        return FixedController(config.gamma)
+    greedy, drawn = (AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself) for _ in "ab")
+    return TwoMinds(greedy, drawn)
 
 
 class FixedController:
