@@ -24,7 +24,7 @@ from headstart.machine.cpu.build import why_not
 from headstart.machine.kvcache import Slab
 from headstart.types import Request
 
-TRIALS = int(os.environ.get("HEADSTART_STRESS", "1")) * 10
+TRIALS = int(os.environ.get("HEADSTART_STRESS", "1")) * 6
 SHARED = [1, 2, 3, 4, 1, 2]  # beginnings in common, so that rows are copied
 PROMPTS = ([*SHARED, 5], [*SHARED, 3, 3], [2, 4], [*SHARED, 5, 1, 1])
 KINDS = (
