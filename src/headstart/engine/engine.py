@@ -9,6 +9,7 @@ still runs is read in again from its committed tokens.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -52,6 +53,12 @@ def _forked() -> None:
         engine._rebuilding = Lock()
 
 
+def _exiting() -> None:
+    for engine in list(_engines):
+        engine._turns.close(timeout=5.0)
+
+
+atexit.register(_exiting)  # daemon threads may be in the middle of a step
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
