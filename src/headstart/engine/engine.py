@@ -19,7 +19,6 @@ from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from threading import Lock
 from time import perf_counter
-from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -61,8 +60,6 @@ def _exiting() -> None:
 atexit.register(_exiting)  # daemon threads may be in the middle of a step
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-T = TypeVar("T")
 
 
 class Engine:

@@ -61,7 +61,7 @@ class Turns:
 
     def close(self, timeout: float) -> None:
         """Let nobody step from here on: daemon threads then sleep, instead of being torn out of a step at exit."""
-        self._knocking.add(0)  # never taken back, so that a leader stops after its step
+        self._knocking.add(0)  # a leader stops after its step, and waits until the lock is taken
         self._lock.acquire(timeout=timeout)
 
     def until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
