@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from common import as_json
+
 PROMPTS = (
     "Why is the sky blue? Answer in a short paragraph.",
     "Repeat this list three times: apples, pears, plums, cherries, figs.",
@@ -81,7 +83,7 @@ def main() -> None:
     result = {"processor": processor, "cores": os.cpu_count(), "after_over_before": ratios, "turns": turns}
     print(json.dumps(ratios))
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        given.out.write_text(as_json(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

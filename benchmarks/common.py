@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -93,8 +94,27 @@ def machine() -> dict[str, Any]:
     }
 
 
+# A path with a folder in it: absolute, under ~, or under . or ..; not a hub id, a URL or a fraction.
+_FOLDERS = re.compile(r"(?<![\w)/.:~])(?:~|\.\.?)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
+
+
+def as_json(result: Any) -> str:
+    """A result as it is stored: every path is cut to its last name, so that no folder of this machine is in it."""
+    return json.dumps(_named(result), indent=1) + "\n"
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_named(part) for part in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return _FOLDERS.sub("", str(value))
+
+
 def save(name: str, result: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / name
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(as_json(result))
     return path

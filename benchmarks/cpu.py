@@ -296,7 +296,7 @@ def main() -> None:
         for kind, texts in prompts(arguments.per_kind).items()
     }
     results: list[dict[str, Any]] = []
-    settings = {k: v for k, v in vars(arguments).items() if k != "out"}
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("out", "peers_python")}
 
     def keep(result: dict[str, Any]) -> None:
         """Show and store as it goes: a run is long, and what was measured should outlive it."""

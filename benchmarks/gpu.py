@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, prompts
+from common import as_json, machine, prompts
 from gpu_common import TOKENS, assisted, bandwidth, hugging_face, log, speed, weight_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -246,7 +246,7 @@ def run(bench: Bench, parts: list[str], out: Path) -> None:
     for name, body in todo(bench).items():
         if name == "grow" or not parts or name in parts:
             bench.part(name, body)
-            (out / f"gpu-{bench.shape}.json").write_text(json.dumps(bench.results, indent=1, default=str) + "\n")
+            (out / f"gpu-{bench.shape}.json").write_text(as_json(bench.results))
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ Every time is the median of replays of a captured CUDA graph that walks over mor
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import as_json
 
 from headstart.lab.grow import SHAPES, Shape
 from headstart.machine.fused import kernels_matmul as km
@@ -337,7 +337,7 @@ def main() -> None:
             RESULT[name] = {"failed": traceback.format_exc()}
         torch.cuda.empty_cache()
         say(f"-- {name}: {time.time() - started:.0f} s")
-        (options.out / "gpu_kernels.json").write_text(json.dumps(RESULT, indent=1) + "\n")
+        (options.out / "gpu_kernels.json").write_text(as_json(RESULT))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine
+from common import as_json, machine
 from gpu_common import bandwidth, log, speed
 from torch.nn.functional import cross_entropy
 
@@ -103,7 +103,7 @@ class Bench:
         gc.collect()
         torch.cuda.empty_cache()
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "gpu-quantized.json").write_text(json.dumps(self.results, indent=1, default=str) + "\n")
+        (self.out / "gpu-quantized.json").write_text(as_json(self.results))
 
     def grow(self) -> dict[str, Any]:
         self.big = grow(self.origin, SHAPES[self.shape], device="cuda", dtype=torch.bfloat16)

@@ -9,7 +9,6 @@ step, for 1, 9 and 32 tokens: what is fastest alone need not be so where the nex
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import gpu_kernels as kernels
 import torch
+from common import as_json
 from gpu_kernels import BF16, SMOL, VOCAB, gap, say, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -210,7 +210,7 @@ def main() -> None:
         result[name] = PARTS[name]()
         torch.cuda.empty_cache()
         say(f"-- {name}: {time.time() - started:.0f} s")
-        (options.out / "gpu_steps.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / "gpu_steps.json").write_text(as_json(result))
 
 
 if __name__ == "__main__":

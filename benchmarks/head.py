@@ -101,8 +101,7 @@ def main() -> None:
     asked = [means[f"{t:g}"] for t in arguments.temperatures]
     table.add_row("mean", *(f"{found[name]:.3f}" for found in asked for name in ("alpha", "tau")))
     console.print(table)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    path = save(arguments.out, {"machine": machine(), "settings": settings, "mean": means, "results": results})
+    path = save(arguments.out, {"machine": machine(), "settings": vars(arguments), "mean": means, "results": results})
     console.print(f"saved to {path}")
 
 

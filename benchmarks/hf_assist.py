@@ -92,10 +92,15 @@ def main() -> None:
     same = sum(r["same_tokens"] for r in results.values())
     count = sum(len(r["all"]) for r in results.values())
     console.print(f"geometric mean {mean:.3f}x, same tokens {same} of {count}")
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     save(
         arguments.out,
-        {"machine": machine(), "settings": settings, "mean": mean, "same": f"{same} of {count}", "results": results},
+        {
+            "machine": machine(),
+            "settings": vars(arguments),
+            "mean": mean,
+            "same": f"{same} of {count}",
+            "results": results,
+        },
     )
 
 

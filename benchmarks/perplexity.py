@@ -71,7 +71,7 @@ def main() -> None:
         found[name]["against_float32"] = found[name]["perplexity"] / first
         print(f"{name}: {found[name]['perplexity']:.4f} ({found[name]['against_float32']:.4f}x)", flush=True)
         save(
-            "perplexity.json", {"machine": machine(), "window": WINDOW, "text": str(arguments.data), "systems": found}
+            "perplexity.json", {"machine": machine(), "window": WINDOW, "text": arguments.data.name, "systems": found}
         )  # after each: a long run may be cut short
 
 
