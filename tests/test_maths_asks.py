@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, get_args
 
 import pytest
+import torch
 from engines import table, table_draft, table_engine
+from test_engine_captured import engine as captured_engine
+from test_engine_captured import run, watch
 
 from headstart.drafters import kernel_chains, pen
 from headstart.engine import device_rows, judge
 from headstart.machine.cpu import sampling
-from headstart.maths import distribution
-from headstart.maths.asks import ASKS, Served, asks_of
-from headstart.types import Request, SamplingParams
+from headstart.maths import distribution, warp
+from headstart.maths.asks import ASKS, DRAWING, Served, asks_of
+from headstart.maths.inner import PLAIN
+from headstart.types import Request, SamplingParams, Verification
 
 BACKENDS: list[Served] = [
     distribution.SERVED,
@@ -30,7 +34,8 @@ ASKING: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.9},
     "top_k": {"top_k": 3},
     "min_p": {"min_p": 0.1},
-    "verification": {"verification": "token"},
+    "token": {"verification": "token"},
+    "block": {},
     "presence_penalty": {"presence_penalty": 0.5, "temperature": 0},
     "frequency_penalty": {"frequency_penalty": -0.5, "temperature": 0},
     "repetition_penalty": {"repetition_penalty": 1.2, "temperature": 0},
@@ -45,6 +50,8 @@ def test_every_field_is_in_the_table() -> None:
     for name, settings in ASKING.items():
         assert name in asks_of(SamplingParams(**settings)), name
     assert asks_of(SamplingParams(temperature=0)) == frozenset()
+    assert set(get_args(Verification)) <= {"coupled", *ASKING}, "a rule is asked for by its name"
+    assert asks_of(SamplingParams(seed=1)) == {"temperature"}, "coupled is no rule that a backend could lack"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.by)
@@ -84,3 +91,47 @@ def test_a_round_goes_where_its_settings_are_served(field: str, monkeypatch: pyt
     engine.drive(lambda: handle.done and plain.done)
     assert all(asks <= judge.GREEDY_CHAINS.serves for asks in seen)
     assert seen, "the plain request goes that way once it is alone, or in its first round"
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_what_even_the_full_program_declines_is_played_step_by_step(
+    draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = device_rows.PROGRAMS["full"]
+    params = [SamplingParams(temperature=0.8, top_k=3, seed=i, max_tokens=12, ignore_eos=True) for i in range(5)]
+    expected = run(captured_engine(3, 5, draft=draft), params)
+    less = Served("less", full.serves - {"top_k"}, full.declines | {"top_k"})
+    monkeypatch.setitem(device_rows.PROGRAMS, "full", less)
+    made = captured_engine(3, 5, draft=draft)
+    played = watch(made)
+    assert run(made, params) == expected
+    assert not played
+    assert run(made, [replace(p, top_k=0) for p in params]) != expected
+    assert played
+
+
+def test_the_faster_loops_are_passed_by_where_only_tensors_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets(*_: Any) -> Any:
+        raise AssertionError("it has never heard of top_k")
+
+    inner = replace(PLAIN, sampled=forgets, drawn=forgets)
+    logits, outputs = torch.randn(1, 1, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(1)
+    make = {"vocab_size": 9, "eos": [()], "device": "cpu"}
+    params = warp.Warp.of([SamplingParams(top_k=3)], **make)
+    with pytest.raises(AssertionError, match="top_k"):
+        distribution.probabilities(logits, params, outputs=outputs, inner=inner)
+    monkeypatch.setattr(warp, "TENSORS_ONLY", frozenset({"top_k"}))
+    params = warp.Warp.of([SamplingParams(top_k=3)], **make)
+    p = distribution.probabilities(logits, params, outputs=outputs, inner=inner)
+    assert int((p > 0).sum()) == 3
+    words = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    _, q = pen.draw_tokens(logits[:, 0], params, words, outputs=outputs, inner=inner)
+    assert q is not None
+    assert torch.equal(q, p[:, 0])
+
+
+def test_a_new_rule_is_passed_by_until_a_backend_lists_it() -> None:
+    drawing = DRAWING & {"temperature"}
+    assert sampling.SERVED.takes([drawing | {"block"}])
+    assert not sampling.SERVED.takes([drawing | {"recursive"}])
+    assert not device_rows.PROGRAMS["full"].takes([drawing | {"recursive"}])

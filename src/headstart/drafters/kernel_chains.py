@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ..machine.cpu.head import HeadKernel
 from ..machine.cpu.sampling import REJECTING, Knobs, knobs_of
-from ..maths.asks import DRAWING, PROCESSING, Served
+from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
+from ..maths.inner import Rule
 from ..types import DraftView, Proposal
 from .pen import AGREEMENT_HEAT
 
 __all__ = ["DRAWN_HEAT", "SERVED", "kernel_chains"]
 
 #: penalties and bias are left to the target: a guess that heeds them takes several times as long to make here
-SERVED = Served("head kernel", DRAWING | {"verification"}, PROCESSING | {"logprobs"})
+SERVED = Served("head kernel", DRAWING | RULES, PROCESSING | TENSORS_ONLY - RULES | {"logprobs"})
 
 # A trained head is less sure than its target: drawn a little colder, its tokens hold more often (1 - TV(p, q) of the
 # shipped one: 0.487 against 0.476 at temperature 1, 0.568 against 0.556 at 0.8 with top-p 0.95). Any q is lossless.
@@ -63,7 +64,8 @@ def kernel_chains(
 
 
 def _knobs(view: DraftView) -> Knobs:
-    rule = "greedy" if view.params.greedy else view.params.rule
+    # A draft is drawn from q alike for every rule but coupled.
+    rule: Rule = "greedy" if view.params.greedy else "coupled" if view.params.rule == "coupled" else "token"
     knobs = knobs_of(view.params, rule, seed=view.seed, base=len(view.tokens))
     if knobs.rule in REJECTING:
         knobs.heat *= DRAWN_HEAT

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..maths import noise
 from ..maths.argmax import argmax
-from ..maths.asks import DRAWING, PENALTIES, Served
+from ..maths.asks import DRAWING, PENALTIES, RULES, TENSORS_ONLY, Served
 from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
 from ..maths.inner import PLAIN, Inner
 from ..types import DraftView
@@ -28,7 +28,7 @@ AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
 
 #: a guess disregards min_tokens; log-probabilities are the target's alone
 SERVED = Served(
-    "draft sampler", DRAWING | PENALTIES | {"logit_bias", "verification"}, frozenset({"min_tokens", "logprobs"})
+    "draft sampler", DRAWING | PENALTIES | RULES | {"logit_bias"} | TENSORS_ONLY, frozenset({"min_tokens", "logprobs"})
 )
 
 
@@ -149,7 +149,7 @@ def draw_tokens(
     if warp.all_greedy:
         return argmaxes(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0], None
     assert keys is not None
-    if inner.drawn is not None and not warp.any_greedy:
+    if inner.drawn is not None and not warp.any_greedy and not warp.tensors_only:
         x = processed(logits[:, None], warp, outputs=outputs, history=history)[:, 0]
         q, tokens = inner.drawn(x, warp, keys, into)
         return tokens, q

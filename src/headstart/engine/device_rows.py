@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..machine.kvcache import Slab
 from ..maths import noise
-from ..maths.asks import PENALTIES, PROCESSING, Served
+from ..maths.asks import PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.warp import History, Warp
 from ..types import SamplingParams, Verdict
 from .sequence import Sequence
 
-__all__ = ["PROGRAMS", "DeviceRows", "Kind", "idle_lengths", "kind_of"]
+__all__ = ["PROGRAMS", "DeviceRows", "Kind", "idle_lengths", "kind_of", "served"]
 
 # Which program the rows need. *greedy*: every row is greedy and nothing is done to its logits. *rejected*: every row is
 # rejection sampled, by the token or the block rule, with temperature, top-p and min-p. *coupled*: every row is sampled
@@ -36,12 +36,18 @@ _OFF = 1 << 62  # a top_k that keeps everything
 
 #: what each program serves, the cheapest first
 _REST = PROCESSING | {"top_k", "logprobs"}
+_DRAWN, _REJECTING = frozenset({"temperature", "top_p", "min_p"}), frozenset({"token", "block"})
 PROGRAMS: dict[Kind, Served] = {
-    "greedy": Served("greedy program", frozenset(), _REST | {"temperature", "top_p", "min_p", "verification"}),
-    "coupled": Served("coupled program", frozenset({"temperature", "top_p", "min_p"}), _REST | {"verification"}),
-    "rejected": Served("rejected program", frozenset({"temperature", "top_p", "min_p", "verification"}), _REST),
-    "full": Served("full program", _REST | {"temperature", "top_p", "min_p", "verification"}),
+    "greedy": Served("greedy program", frozenset(), _REST | _DRAWN | _REJECTING | TENSORS_ONLY),
+    "coupled": Served("coupled program", _DRAWN, _REST | _REJECTING | TENSORS_ONLY),
+    "rejected": Served("rejected program", _DRAWN | _REJECTING, _REST | TENSORS_ONLY),
+    "full": Served("full program", _REST | _DRAWN | _REJECTING, TENSORS_ONLY),
 }
+
+
+def served(sequences: Seq[Sequence]) -> bool:
+    """Is there a program for these rows at all? What even the full one declines is played step by step."""
+    return PROGRAMS["full"].takes(s.asks for s in sequences)
 
 
 def kind_of(sequences: Seq[Sequence], *, drafted: bool) -> Kind:
@@ -54,7 +60,7 @@ def _kind(sequence: Sequence, drafted: bool) -> Kind:
     """A row whose token is drawn by noise alone, because nothing was drafted, has no use for its rule."""
     params = sequence.params
     kind: Kind = "greedy" if params.greedy else "rejected" if drafted and _rejects(params) else "coupled"
-    asks = sequence.asks if kind == "rejected" else sequence.asks - {"verification"}
+    asks = sequence.asks if kind == "rejected" else sequence.asks - RULES
     return kind if PROGRAMS[kind].takes([asks]) else "full"
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..maths import noise
-from ..maths.asks import DRAWING, PROCESSING, Served
+from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.distribution import History, Warp, argmaxes, probabilities
 from ..maths.inner import PLAIN, Inner, Rule
 from ..maths.tree import Topology
@@ -43,7 +43,7 @@ __all__ = [
 Group = Rule
 
 #: ``follow``: the likeliest token with nothing done to the logits
-GREEDY_CHAINS = Served("greedy chains", frozenset({"logprobs"}), DRAWING | PROCESSING | {"verification"})
+GREEDY_CHAINS = Served("greedy chains", frozenset({"logprobs"}), DRAWING | PROCESSING | RULES | TENSORS_ONLY)
 
 
 @dataclass(frozen=True)

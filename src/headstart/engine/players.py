@@ -16,6 +16,7 @@ import torch
 
 from ..types import Proposal, TokenLogprob, Verdict
 from .captured import CapturedRounds
+from .device_rows import served
 from .drafting import draft
 from .judge import Batch, judge, logprobs_along
 from .outcome import Outcome, Rows
@@ -63,7 +64,7 @@ class OnDevice:
         if parts.drafter is not None and any(s.params.speculate for s in rows.sequences):
             room = [parts.max_gamma] * len(rows.sequences)
             self._gamma = max(parts.controller.budgets(rows.sequences, room))
-        return rounds.in_flight or rounds.fits(rows.sequences, self._gamma)
+        return rounds.in_flight or (served(rows.sequences) and rounds.fits(rows.sequences, self._gamma))
 
     def play(self, rows: Rows) -> Outcome:
         return self._rounds.play(rows.sequences, self._gamma, ahead=rows.ahead)
@@ -149,7 +150,7 @@ class DraftedOnHost:
         self._parts, self._rounds, self._step = parts, rounds, step
 
     def takes(self, rows: Rows) -> bool:
-        return not rows.first and not rows.reading
+        return not rows.first and not rows.reading and served(rows.sequences)
 
     def play(self, rows: Rows) -> Outcome:
         started = perf_counter()

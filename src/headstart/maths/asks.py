@@ -7,18 +7,19 @@ as served or as declined (``Served``). A round goes to the first backend that se
 that has not heard of a field is passed by and does not ignore it. ``tests/test_maths_asks.py`` goes over the fields of
 ``SamplingParams`` and names each backend that has not said yes or no to one.
 
-To add a field: write it into ``ASKS``, serve it in ``distribution`` (the backend that serves everything), and say
-yes or no in each ``Served``.
+To add a field, or a rule: write it into ``ASKS``, serve it in ``distribution`` or ``verify`` (the tensors serve
+everything), and say yes or no in each ``Served``; or put it into ``TENSORS_ONLY``, which says no for all the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import get_args
 
-from ..types import SamplingParams
+from ..types import SamplingParams, Verification
 
-__all__ = ["ASKS", "DRAWING", "PENALTIES", "PROCESSING", "Asks", "Served", "asks_of"]
+__all__ = ["ASKS", "DRAWING", "PENALTIES", "PROCESSING", "RULES", "TENSORS_ONLY", "Asks", "Served", "asks_of"]
 
 Asks = frozenset[str]
 
@@ -50,11 +51,15 @@ PENALTIES = frozenset({"presence_penalty", "frequency_penalty", "repetition_pena
 PROCESSING = PENALTIES | {"logit_bias", "min_tokens"}
 #: temperature and truncation
 DRAWING = frozenset({"temperature", "top_p", "top_k", "min_p"})
+#: the rules that are asked for by name, instead of the field: ``coupled`` needs nothing but the target's own draw
+RULES = frozenset(get_args(Verification)) - {"coupled"}
+#: fields and rules that have no faster way yet: all backends but the tensors decline them
+TENSORS_ONLY: Asks = frozenset()
 
 
 def asks_of(params: SamplingParams) -> Asks:
-    """The fields by which this request asks for anything."""
-    return frozenset(name for name, asks in ASKS.items() if asks(params))
+    """The fields by which this request asks for anything; its rule in the place of ``verification``."""
+    return frozenset(params.rule if name == "verification" else name for name, asks in ASKS.items() if asks(params))
 
 
 @dataclass(frozen=True)

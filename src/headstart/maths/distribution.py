@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .asks import DRAWING, PROCESSING, Served
+from .asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from .inner import PLAIN, Inner
 from .tree import Topology
 from .warp import History, Warp
 
 __all__ = ["SERVED", "History", "Warp", "argmaxes", "probabilities", "processed"]
 
-SERVED = Served("tensors", DRAWING | PROCESSING | {"verification", "logprobs"})
+SERVED = Served("tensors", DRAWING | PROCESSING | RULES | {"logprobs"} | TENSORS_ONLY)
 
 _PARTIAL = 512  # a nucleus is seldom larger, and finding the 512 largest costs half of a full sort
 
@@ -208,7 +208,7 @@ def probabilities(
         best = inner.argmax(x).unsqueeze(-1)
         peak = x.gather(-1, best)
         return torch.zeros_like(x).scatter_(-1, best, peak - peak + 1)  # NaN where the peak is not finite
-    if inner.sampled is not None:
+    if inner.sampled is not None and not warp.tensors_only:
         p = inner.sampled(x, warp)
     elif warp.temperature is None and warp.min_p is None and warp.top_k is None and warp.top_p is None:
         p = torch.softmax(x, -1)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from ..types import SamplingParams
+from ..types import SamplingParams, Verification
 from . import noise
 from .argmax import argmax
 from .asks import Served
@@ -23,7 +23,7 @@ from .warp import Warp
 
 __all__ = ["PLAIN", "ChainJudge", "ChainProcess", "ChainReject", "Inner", "RowDraw", "Rule"]
 
-Rule = Literal["greedy", "coupled", "token", "block"]
+Rule = Literal["greedy"] | Verification
 
 
 class ChainJudge(Protocol):

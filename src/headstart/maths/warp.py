@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..types import SamplingParams
+from .asks import TENSORS_ONLY, asks_of
 
 __all__ = ["History", "Warp"]
 
@@ -29,6 +30,7 @@ class Warp:
     all_greedy: bool
     any_greedy: bool
     needs_history: bool  # some row uses a penalty
+    tensors_only: bool  # some row asks for what only ``distribution`` itself serves, and no faster loop
     temperature: Tensor | None  # [R]; 1 for greedy rows
     cold: bool  # some temperature is close to 0
     min_p: Tensor | None  # [R]
@@ -70,6 +72,7 @@ class Warp:
             all_greedy=all(p.greedy for p in params),
             any_greedy=any(p.greedy for p in params),
             needs_history=not (repetition is None and frequency is None and presence is None),
+            tensors_only=bool(TENSORS_ONLY) and any(TENSORS_ONLY & asks_of(p) for p in params),
             temperature=column(warm, 1.0),
             cold=min(warm, default=1.0) < _COLD,
             min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),

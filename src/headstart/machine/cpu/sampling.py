@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...maths import noise
-from ...maths.asks import DRAWING, PROCESSING, Served
+from ...maths.asks import DRAWING, PROCESSING, TENSORS_ONLY, Served
 from ...maths.inner import Inner, Rule
 from ...maths.warp import Warp
 from ...types import SamplingParams
@@ -27,7 +27,8 @@ from .library import kernels, pool
 
 __all__ = ["REJECTING", "SERVED", "Knobs", "inner_for", "knobs_of"]
 
-SERVED = Served("C++ judge", DRAWING | PROCESSING | {"verification", "logprobs"})  # logprobs: read off the same logits
+#: log-probabilities are read off the same logits
+SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs"}, TENSORS_ONLY)
 RULES: dict[Rule, int] = {"greedy": 0, "coupled": 1, "token": 2, "block": 3}
 REJECTING = (RULES["token"], RULES["block"])  # these ask what a token was drawn from
 
