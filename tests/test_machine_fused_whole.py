@@ -77,7 +77,7 @@ def test_small_drafts_are_taken(name: str) -> None:
     [
         ("qwen3", "norms its heads"),
         ("mistral", "sliding windows"),
-        ("phi3-partial", "not all of its channels turn"),
+        ("phi3-partial", "turns some channels only"),
         ("llama", "multiples of 64"),
         ("llama-no-groups", "multiples of 64"),
     ],

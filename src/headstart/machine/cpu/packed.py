@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..files import open_guarded, replacing
-from ..fused.lower import Weights, lower
+from ..fused.lower import Weights, lower, parts_of
 from ..fused.lower import why_not as why_not_lowered
 from .library import KINDS, MatrixRecord, kernels
 
@@ -32,6 +32,7 @@ __all__ = ["Packed", "Plan", "load_packed", "pack_model", "said_about", "save_pa
 
 LANES, GROUP = 16, 32
 VERSION = "2"  # of the file
+PARTS = frozenset({"norms its heads", "has sliding windows", "turns some channels only"})  # see ``parts_of``
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ def why_not(model: nn.Module) -> str | None:
     reason = why_not_lowered(model)
     if reason is not None:
         return reason
+    if missing := parts_of(model) - PARTS:
+        return f"it {' and '.join(sorted(missing))}, which the CPU kernels do not"
     config: Any = model.config
     if config.hidden_size % GROUP or config.intermediate_size % GROUP:
         return f"its widths are not multiples of {GROUP}"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .rounding import Matrix, plain, rounded, why_not_rounded
 
-__all__ = ["CLASSES", "Layer", "Weights", "lower", "why_not"]
+__all__ = ["CLASSES", "Layer", "Weights", "lower", "parts_of", "why_not"]
 
 # What a rotary table may depend on: the position only. "dynamic" and "longrope" also look at the longest position.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -74,6 +74,7 @@ class Weights:
     head_dim: int
     eps: float
     rotary: nn.Module  # the model's own rotary module
+    parts: frozenset[str]  # see ``parts_of``
 
     @property
     def hidden(self) -> int:
@@ -164,6 +165,18 @@ def why_not(model: nn.Module, kind: str | None = None) -> str | None:
             if "Linear" in type(child).__name__ and type(child) is not nn.Linear:
                 return f"its layers are {type(child).__name__}, not plain linear layers"
     return None if kind is None else why_not_rounded(config, kind)
+
+
+def parts_of(model: nn.Module) -> frozenset[str]:
+    """What the model does that not every Llama does. Kernels list which of these they do, and take no other model."""
+    live: Any = model
+    layers, turning = live.model.layers, live.model.rotary_emb.inv_freq.numel()
+    found = {
+        "norms its heads": hasattr(layers[0].self_attn, "q_norm"),
+        "has sliding windows": any(_window(live, i) is not None for i in range(len(layers))),
+        "turns some channels only": turning != _head_dim(live.config) // 2,
+    }
+    return frozenset(part for part, there in found.items() if there)
 
 
 def _head_dim(config: Any) -> int:
@@ -259,6 +272,7 @@ def lower(model: nn.Module, kind: str | None = None, *, release: bool = False) -
         head_dim=_head_dim(config),
         eps=float(config.rms_norm_eps),
         rotary=live.model.rotary_emb,
+        parts=parts_of(model),
     )
     if kind is not None and release:
         _empty(live.lm_head)  # the embedding keeps the memory of a tied one

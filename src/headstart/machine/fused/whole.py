@@ -84,12 +84,8 @@ def why_not_whole(weights: Weights, programs: int) -> str | None:
         return "its widths are not multiples of 64"
     if w.head_dim not in (32, 64, 128):
         return "its heads are not 32, 64 or 128 wide"
-    if w.layers[0].q_norm is not None:
-        return "it norms its heads"
-    if any(layer.window is not None for layer in w.layers):
-        return "it has sliding windows"
-    if w.rotary_table(1)[2] != w.head_dim // 2:
-        return "not all of its channels turn"
+    if w.parts:  # none of them is here
+        return f"it {' and '.join(sorted(w.parts))}"
     if max(sizes.rows) > 64 or sizes.words > _WORDS:
         return "it is too large"
     if w.heads * max(SPLITS) > programs:
