@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .drafters.base import Drafter
 from .machine.kvcache import Slab
+from .machine.model_runner import ModelRunner
 from .maths.inner import PLAIN, Inner
 from .maths.tree import Topology
 from .types import DraftView, Proposal, Verdict
@@ -199,7 +200,7 @@ def tiny_tokenizer(size: int = TINY_VOCABULARY, *, shuffle: int = 0) -> PreTrain
     )
 
 
-class TableRunner:
+class TableRunner(ModelRunner):
     """A language model that is a table: the next token's logits depend on the last two tokens.
 
     A ``ModelRunner`` that keeps its tokens as keys in a real slab and looks the earlier one up there, so a wrong row,
@@ -240,17 +241,6 @@ class TableRunner:
         last = torch.where(before >= 0, held.gather(1, before.clamp_min(0)), 0)
         logits = self.table[last, tokens]
         return logits if keep is None else logits[:, width - keep :]
-
-    def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
-        """See ``ModelRunner.prefill``."""
-        if start is not None:
-            self.slab.truncate(row, start)
-        logits = self.table.new_empty(0)
-        for at in range(0, len(tokens), chunk):
-            piece = list(tokens[at : at + chunk])
-            logits = self.forward(slice(row, row + 1), torch.tensor([piece]), self.slab.lengths[row : row + 1], keep=1)
-            self.slab.extend(row, piece)
-        return logits
 
     def probabilities(
         self, prompt: Sequence[int], length: int, temperature: float = 1.0

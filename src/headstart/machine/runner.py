@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
 from .attention import evaluating, lend, lock_of, wants_grouped
 from .kvcache import MARGIN, Slab
+from .model_runner import ModelRunner, check_rows
 from .packing import lend_packed, pack
 from .watch import Watch, newly_watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "check_rows", "context_limit", "read_in"]
+__all__ = ["EagerRunner", "ModelRunner", "attention_kinds", "context_limit"]
 
 
 _PROBE_LENGTH = 12
@@ -39,38 +40,6 @@ _PROBE_LENGTH = 12
 # position gives 0.3 and more; rounding gives 1e-6 in float32 and a few hundredths in bfloat16.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05}
 _HALF_TOLERANCE = 0.2
-
-
-class ModelRunner(Protocol):
-    """A model, its slab, and one call to run it. Rows of a batch are a slice of the slab."""
-
-    slab: Slab
-    vocab_size: int  # rows of the output head; may exceed the tokenizer's
-    device: torch.device  # where tokens go in and logits come out
-    dtype: torch.dtype
-    max_len: int
-
-    @property
-    def inner(self) -> Inner:
-        """The loops over the vocabulary that suit where the logits come out."""
-
-    def forward(
-        self,
-        rows: slice,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        topology: Topology | None = None,
-        keep: int | None = None,
-    ) -> Tensor:
-        """Run ``tokens`` [R, N] behind the first ``lengths[i]`` keys of each row; logits [R, keep or N, V].
-
-        Tokens are left-aligned; padding at the end of short rows is harmless. ``keep=k`` returns the last k
-        positions only; ``keep=0`` none, which may skip the output head. The new keys are written past the
-        row's end and become live when the caller says so (``slab.extend``).
-        """
-
-    def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
-        """Feed a long list of tokens to one row in pieces and make it live; logits [1, 1, V] of the last one."""
 
 
 def attention_kinds(config: Any) -> dict[str, int | None]:
@@ -105,28 +74,7 @@ def context_limit(config: Any) -> int | None:
     return int(limit) if limit else None
 
 
-def check_rows(slab: Slab, rows: slice, count: int, lengths: Sequence[int]) -> None:
-    """A forward's arguments must speak of the same rows."""
-    if count != len(lengths) or count != rows.stop - rows.start or rows.stop > slab.rows:
-        raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
-
-
-def read_in(runner: ModelRunner, row: int, tokens: Sequence[int], start: int | None, chunk: int) -> Tensor:
-    """``ModelRunner.prefill`` by the runner's own ``forward``, ``chunk`` tokens at a time."""
-    if not tokens:
-        raise ValueError("nothing to prefill")
-    if start is not None:
-        runner.slab.truncate(row, start)
-    for at in range(0, len(tokens), chunk):
-        piece = tokens[at : at + chunk]
-        last = at + chunk >= len(tokens)
-        ids = torch.tensor([piece], device=runner.device)
-        logits = runner.forward(slice(row, row + 1), ids, runner.slab.lengths[row : row + 1], keep=1 if last else 0)
-        runner.slab.extend(row, piece)
-    return logits
-
-
-class EagerRunner:
+class EagerRunner(ModelRunner):
     """Any Hugging Face causal LM over the slab, through its own modules, under ``torch.inference_mode``."""
 
     inner: Inner = PLAIN
@@ -266,10 +214,6 @@ class EagerRunner:
         if self._watch is not None:
             found = self._watch.take()[:, None]  # [R, 1, N, F]
             self.slab.update(found, found[..., :0], self._layers)
-
-    def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
-        """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""
-        return read_in(self, row, tokens, start, chunk)
 
     @torch.inference_mode()
     def probe(self) -> None:

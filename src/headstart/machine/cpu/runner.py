@@ -21,7 +21,7 @@ from ...errors import ModelRefused
 from ...maths.inner import Inner
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
-from ..runner import check_rows, read_in
+from ..model_runner import ModelRunner, check_rows
 from ..watch import check_layers, newly_watched
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace
@@ -36,7 +36,7 @@ __all__ = ["CpuRunner"]
 _PROBE_LENGTH = 12
 
 
-class CpuRunner:
+class CpuRunner(ModelRunner):
     """A ``ModelRunner`` on the CPU's own kernels. Logits are float32, keys and values half floats."""
 
     device = torch.device("cpu")
@@ -161,10 +161,6 @@ class CpuRunner:
     @threads.setter
     def threads(self, most: int) -> None:
         self._pace = Pace(most)
-
-    def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
-        """See ``ModelRunner.prefill``. ``start`` defaults to the row's end; an earlier one rolls the row back."""
-        return read_in(self, row, tokens, start, chunk)
 
     # -- hidden states, for drafters that read them
 

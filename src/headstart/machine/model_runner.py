@@ -1,0 +1,98 @@
+"""What the floors above ask of a model that runs over a slab.
+
+Knows: the calls, and what of them follows from ``forward`` alone. Does not know: how any model is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..maths.inner import Inner
+from ..maths.tree import Topology
+from .kvcache import Slab
+
+__all__ = ["ModelRunner", "Pieces", "check_pieces", "check_rows"]
+
+Pieces = Sequence[tuple[int, Sequence[int]]]  # (row, tokens), each row once, in any order
+
+
+class ModelRunner(Protocol):
+    """A model, its slab, and one call to run it. Rows of a batch are a slice of the slab."""
+
+    slab: Slab
+    vocab_size: int  # rows of the output head; may exceed the tokenizer's
+    device: torch.device  # where tokens go in and logits come out
+    dtype: torch.dtype
+    max_len: int
+
+    @property
+    def inner(self) -> Inner:
+        """The loops over the vocabulary that suit where the logits come out."""
+
+    def forward(
+        self,
+        rows: slice,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        topology: Topology | None = None,
+        keep: int | None = None,
+    ) -> Tensor:
+        """Run ``tokens`` [R, N] behind the first ``lengths[i]`` keys of each row; logits [R, keep or N, V].
+
+        Tokens are left-aligned; padding at the end of short rows is harmless. ``keep=k`` returns the last k
+        positions only; ``keep=0`` none, which may skip the output head. The new keys are written past the
+        row's end and become live when the caller says so (``slab.extend``).
+        """
+
+    def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
+        """Read tokens into several rows in one forward; pieces are (row, tokens), each row once, in any order.
+
+        Each row's tokens go behind its live keys and become live. Logits [P, V] of each piece's last token; [P, 0]
+        without ``logits``, which may skip the output head. A piece that does not fit is a ValueError, and then nothing
+        was read. Here: one forward after another.
+        """
+        check_pieces(self.slab, pieces)
+        found = []
+        for row, tokens in pieces:
+            ids = torch.tensor([tokens], device=self.device)
+            found.append(self.forward(slice(row, row + 1), ids, self.slab.lengths[row : row + 1], keep=int(logits)))
+            self.slab.extend(row, tokens)
+        if not found or not logits:
+            return torch.empty(len(found), self.vocab_size if logits else 0, dtype=self.dtype, device=self.device)
+        return torch.cat(found)[:, 0]
+
+    def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
+        """Read a long list of tokens into one row, ``chunk`` at a time; logits [1, 1, V] of the last one.
+
+        ``start`` defaults to the row's end; an earlier one rolls the row back.
+        """
+        if not tokens:
+            raise ValueError("nothing to prefill")
+        if start is not None:
+            self.slab.truncate(row, start)
+        last = range(0, len(tokens), chunk)[-1]
+        for at in range(0, last, chunk):
+            self.read([(row, tokens[at : at + chunk])], logits=False)
+        return self.read([(row, tokens[last:])])[:, None]
+
+
+def check_rows(slab: Slab, rows: slice, count: int, lengths: Sequence[int]) -> None:
+    """A forward's arguments must speak of the same rows."""
+    if count != len(lengths) or count != rows.stop - rows.start or rows.stop > slab.rows:
+        raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
+
+
+def check_pieces(slab: Slab, pieces: Pieces) -> None:
+    """What is read must have a row of its own, and fit there."""
+    rows = [row for row, _ in pieces]
+    if len(set(rows)) < len(rows) or not all(0 <= row < slab.rows for row in rows):
+        raise ValueError(f"rows {rows} to read into: each must be one of the slab's {slab.rows}, and only once")
+    for row, tokens in pieces:
+        if not tokens:
+            raise ValueError(f"nothing to read into row {row}")
+        if slab.lengths[row] + len(tokens) > slab.max_len:
+            raise ValueError(f"row {row} would hold {slab.lengths[row] + len(tokens)} tokens of {slab.max_len}")
