@@ -81,6 +81,17 @@ def test_logits_of_chains_and_trees(family: str, kind: str, on: Any) -> None:
     assert same(*on(work))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
+def test_logits_of_rows_read_together(family: str, kind: str, on: Any) -> None:
+    def work() -> Tensor:
+        r = runner(family, kind)
+        parts = [r.read([(2, TEXT[:17]), (0, TEXT[5:14])]), r.read([(1, TEXT[:1]), (0, TEXT[14:]), (2, TEXT[17:20])])]
+        return torch.cat(parts)
+
+    assert same(*on(work))
+
+
 @pytest.mark.parametrize("kind", ["int8", "float32"])
 def test_drafts_of_a_head(kind: str, on: Any) -> None:
     tokens, features = text(40)
@@ -195,12 +206,13 @@ def test_rounding_once_without_the_instruction(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", ["native", "plain"])
 def test_another_compiler_gives_the_same_bits(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_CPU_ISA", level)
-    expected = runner("qwen3", "int4").forward(slice(0, 1), torch.tensor([TEXT]), [0])
+    r, pieces = runner("qwen3", "int4"), [(2, TEXT[:17]), (1, TEXT[3:9])]
+    expected = torch.cat([r.forward(slice(0, 1), torch.tensor([TEXT]), [0])[0], r.read(pieces)])
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "COMPILERS", ())
     library = ctypes.CDLL(str(build.compiled(level)))
     for name in ("headstart.machine.cpu.runner.kernels", "headstart.machine.cpu.packed.kernels"):
         monkeypatch.setattr(name, lambda: declared(library))
-    found = runner("qwen3", "int4").forward(slice(0, 1), torch.tensor([TEXT]), [0])
-    assert same(found, expected)
+    r = runner("qwen3", "int4")
+    assert same(torch.cat([r.forward(slice(0, 1), torch.tensor([TEXT]), [0])[0], r.read(pieces)]), expected)

@@ -90,6 +90,8 @@ class CallRecord(Structure):
         ("watched", c_int32),
         ("watch", c_void_p),
         ("features", c_void_p),
+        ("slab_rows", c_void_p),
+        ("widths", c_void_p),
     ]
 
 

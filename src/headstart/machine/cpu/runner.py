@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from operator import add
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from ...errors import ModelRefused
 from ...maths.inner import Inner
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
-from ..model_runner import ModelRunner, check_rows
+from ..model_runner import ModelRunner, Pieces, check_pieces, check_rows
 from ..watch import check_layers, newly_watched
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace
@@ -134,19 +135,45 @@ class CpuRunner(ModelRunner):
         call = self._call
         call.rows, call.width, call.first_row, call.keep = count, width, rows.start, kept
         call.tokens, call.lengths, call.logits = tokens.data_ptr(), ctypes.addressof(starts), logits.data_ptr()
-        call.ancestors = call.depths = None
+        call.ancestors = call.depths = call.slab_rows = call.widths = None
         if topology is not None and not topology.is_chain:
             if topology.width != width:
                 raise ValueError(f"{width} tokens a row for a tree of {topology.width} nodes")
             ancestors = topology.ancestors.expand(count, width, width).to(torch.uint8).contiguous()
             depths = topology.depth.expand(count, width).to(torch.int32).contiguous()
             call.ancestors, call.depths = ancestors.data_ptr(), depths.data_ptr()
-        begun = perf_counter()
-        if self._kernels.hs_forward(self._handle, pool(self._pace.threads()), ctypes.byref(call)):
-            raise ValueError(f"a token id lies outside the vocabulary of {self.vocab_size}")
-        size = (count * width, (max(lengths) + width).bit_length())  # the longer the text, the more there is to read
-        self._pace.took(size, perf_counter() - begun)
+        self._run(count * width, max(lengths) + width)
         return logits
+
+    @torch.inference_mode()
+    def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
+        """See ``ModelRunner.read``; all pieces in one call, whatever their widths and rows."""
+        check_pieces(self.slab, pieces)
+        count = len(pieces)
+        found = torch.empty(count, self.vocab_size if logits else 0)
+        if not count:
+            return found
+        ids = torch.tensor([token for _, tokens in pieces for token in tokens])
+        lengths = [self.slab.lengths[row] for row, _ in pieces]
+        widths = [len(tokens) for _, tokens in pieces]
+        numbers = (ctypes.c_int32 * (3 * count))(*lengths, *widths, *(row for row, _ in pieces))
+        call, at = self._call, ctypes.addressof(numbers)
+        call.rows, call.width, call.first_row, call.keep = count, 0, 0, int(logits)
+        call.tokens, call.lengths, call.logits = ids.data_ptr(), at, found.data_ptr()
+        call.ancestors = call.depths = None
+        call.widths, call.slab_rows = at + 4 * count, at + 8 * count
+        self._run(len(ids), max(map(add, lengths, widths)))
+        for row, tokens in pieces:
+            self.slab.extend(row, tokens)
+        return found
+
+    def _run(self, tokens: int, longest: int) -> None:
+        """The kernels, as ``_call`` says; how long they took is told to ``_pace``."""
+        begun = perf_counter()
+        if self._kernels.hs_forward(self._handle, pool(self._pace.threads()), ctypes.byref(self._call)):
+            raise ValueError(f"a token id lies outside the vocabulary of {self.vocab_size}")
+        # The longer the text, the more there is to read.
+        self._pace.took((tokens, longest.bit_length()), perf_counter() - begun)
 
     @property
     def inner(self) -> Inner:

@@ -34,12 +34,6 @@ struct Forward {
     float *x, *queries;
     Inputs normed, attended, gated, last;
 
-    int position(int token) const {
-        const int row = token / c.width, n = token % c.width;
-        const int p = c.lengths[row] + (c.depths ? c.depths[token] : n);
-        return p < m.positions ? p : m.positions - 1;
-    }
-
     void embed(int token) const {
         const Matrix& e = m.embedding;
         const int id = (int)c.tokens[token], lane = id % LANES;
@@ -83,6 +77,7 @@ struct Forward {
 
     __attribute__((noinline)) void place(const Layer& layer, int head, int token, const vf* found, int stride) const {
         const int dim = m.head_dim, tiles = dim / LANES, half = tiles / 2;
+        const Place& at = room.places[token];
         vf v[16];
         for (int i = 0; i < tiles; i++) v[i] = found[i * stride];
         const bool query = head < m.heads, key = !query && head < m.heads + m.kv_heads;
@@ -94,9 +89,9 @@ struct Forward {
             for (int i = 0; i < tiles; i++) v[i] = v[i] * scale * load(weight + i * LANES);
         }
         if (query || key) {
-            const size_t at = (size_t)position(token) * (dim / 2);
+            const size_t turn = (size_t)at.position * (dim / 2);
             for (int i = 0; i < half; i++) {
-                const vf c = load(m.cosines + at + i * LANES), s = load(m.sines + at + i * LANES);
+                const vf c = load(m.cosines + turn + i * LANES), s = load(m.sines + turn + i * LANES);
                 const vf a = v[i], b = v[i + half];
                 v[i] = a * c - b * s;
                 v[i + half] = b * c + a * s;
@@ -108,31 +103,31 @@ struct Forward {
             for (int i = 0; i < tiles; i++) store(to + i * LANES, v[i] * scale);
             return;
         }
-        const int row = token / c.width, slot = c.lengths[row] + token % c.width;
         const int own = key ? head - m.heads : head - m.heads - m.kv_heads;
-        uint16_t* to = (key ? layer.keys : layer.values) + (size_t)(c.first_row + row) * m.row_stride +
-                       (size_t)own * m.head_stride + (size_t)slot * dim;
+        uint16_t* to = (key ? layer.keys : layer.values) + (size_t)at.row * m.row_stride +
+                       (size_t)own * m.head_stride + (size_t)at.slot * dim;
         for (int i = 0; i < tiles; i++) store_half(to + i * LANES, v[i]);
     }
 
     void attention(const Layer& layer, int thread, Share& share) const {
-        const int group = m.heads / m.kv_heads, pieces = (c.width + MOST_TOKENS - 1) / MOST_TOKENS;
-        const int few = c.rows * pieces * m.kv_heads < 4 * pool.size();  // then heads go one by one
+        const int group = m.heads / m.kv_heads, spans = (int)room.spans.size();
+        const int few = spans * m.kv_heads < 4 * pool.size();  // then heads go one by one
         const int each = few ? 1 : group, sets = m.heads / each;
-        for (int item; (item = share.take()) < c.rows * pieces * sets;) {
-            const int row = item / (pieces * sets), rest = item % (pieces * sets);
-            const int first = rest / sets * MOST_TOKENS, head = rest % sets * each;
-            const size_t at = (size_t)(c.first_row + row) * m.row_stride + (size_t)(head / group) * m.head_stride;
-            const size_t token = (size_t)row * c.width;
+        for (int item; (item = share.take()) < spans * sets;) {
+            const Span& span = room.spans[item / sets];
+            const Piece& piece = room.pieces[span.piece];
+            const int head = item % sets * each;
+            const size_t at = (size_t)piece.row * m.row_stride + (size_t)(head / group) * m.head_stride;
+            const size_t token = (size_t)piece.first;
             const Sight sight{layer.keys + at,
                               layer.values + at,
-                              c.lengths[row],
-                              first,
-                              first + MOST_TOKENS < c.width ? first + MOST_TOKENS : c.width,
+                              piece.length,
+                              span.first,
+                              span.last,
                               c.ancestors ? c.ancestors + token * c.width : nullptr,
-                              c.width,
+                              piece.width,
                               (int)layer.window};
-            attend(m, sight, head, each, queries + token * m.heads * m.head_dim, attended.from((int)token),
+            attend(m, sight, head, each, queries + token * m.heads * m.head_dim, attended.from(piece.first),
                    room.own[thread]);
         }
     }
@@ -170,8 +165,7 @@ struct Forward {
         for (int i = 0; i < c.watched; i++) {
             if (c.watch[i] != layer) continue;
             for (int t = 0; t < tokens; t++) {
-                const int row = t / c.width;
-                const size_t slot = (size_t)(c.first_row + row) * m.capacity + c.lengths[row] + t % c.width;
+                const size_t slot = (size_t)room.places[t].row * m.capacity + room.places[t].slot;
                 memcpy(c.features + (slot * c.watched + i) * m.hidden, x + (size_t)t * m.hidden,
                        sizeof(float) * m.hidden);
             }
@@ -182,7 +176,8 @@ struct Forward {
         if (!c.keep) return;
         const int kept = c.rows * c.keep;
         for (int i; (i = preparing.take()) < kept;) {
-            const int token = i / c.keep * c.width + c.width - c.keep + i % c.keep;
+            const Piece& piece = room.pieces[i / c.keep];
+            const int token = piece.first + piece.width - c.keep + i % c.keep;
             norm_token(x + (size_t)token * m.hidden, m.norm, m.eps, m.hidden, last, i);
         }
         pool.meet();
@@ -255,13 +250,33 @@ HS_API void* hs_model_new(const Model* model) {
 }
 HS_API void hs_model_free(void* handle) { delete (Handle*)handle; }
 
+// Where the call's tokens belong; how many they are.
+static int lay_out(const Model& m, const Call& c, Room& room) {
+    room.pieces.clear();
+    room.places.clear();
+    room.spans.clear();
+    int tokens = 0;
+    for (int i = 0; i < c.rows; i++) {
+        const int row = c.slab_rows ? c.slab_rows[i] : c.first_row + i, length = c.lengths[i];
+        const int width = c.widths ? c.widths[i] : c.width;
+        room.pieces.push_back({row, length, tokens, width});
+        for (int n = 0; n < width; n += MOST_TOKENS)
+            room.spans.push_back({i, n, n + MOST_TOKENS < width ? n + MOST_TOKENS : width});
+        for (int n = 0; n < width; n++, tokens++) {
+            const int position = length + (c.depths ? c.depths[tokens] : n);
+            room.places.push_back({row, length + n, position < m.positions ? position : m.positions - 1});
+        }
+    }
+    return tokens;
+}
+
 // 0, or 1 if a token id is not in the vocabulary (then nothing was done).
 HS_API int hs_forward(void* handle, void* pool_, const Call* call) {
     Handle& h = *(Handle*)handle;
     Pool& pool = *(Pool*)pool_;
     const Model& m = h.model;
     Room& room = h.room;
-    const int tokens = call->rows * call->width, kept = call->rows * call->keep;
+    const int tokens = lay_out(m, *call, room), kept = call->rows * call->keep;
     for (int t = 0; t < tokens; t++)
         if (call->tokens[t] < 0 || call->tokens[t] >= m.vocab) return 1;
     if ((int)room.own.size() < pool.size()) room.own.resize(pool.size());

@@ -32,7 +32,7 @@ struct Model {
 
 struct Call {
     int32_t rows, width, first_row, keep;
-    const int64_t* tokens;     // [rows, width]
+    const int64_t* tokens;     // [rows, width], or row after row where each has a width of its own
     const int32_t* lengths;    // [rows]
     const uint8_t* ancestors;  // [rows, width, width] or null for chains
     const int32_t* depths;     // [rows, width] or null
@@ -40,6 +40,18 @@ struct Call {
     int32_t watched;           // layers whose outputs are kept
     const int32_t* watch;
     float* features;           // [slab rows, capacity, watched * hidden]
+    const int32_t* slab_rows;  // [rows] or null: first_row and those behind it
+    const int32_t* widths;     // [rows] or null: all are ``width`` wide
+};
+
+struct Piece {  // what a call has of one row: consecutive tokens of the call
+    int row, length, first, width;
+};
+struct Place {  // of a token
+    int row, slot, position;
+};
+struct Span {  // tokens first .. last - 1 of a piece: they go through attention together
+    int piece, first, last;
 };
 
 // Memory that starts on a cache line.
@@ -81,6 +93,9 @@ struct Room {  // of one model; kept between forwards
     Rounded normed, attended, gated, last;
     std::vector<Own> own;
     std::vector<Share> shares;
+    std::vector<Piece> pieces;
+    std::vector<Place> places;
+    std::vector<Span> spans;
 };
 
 // x [tokens, width], scaled to unit size and by ``weight``, rounded. ``which``: numbers of the tokens, or null for all.
