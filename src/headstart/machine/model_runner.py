@@ -14,10 +14,9 @@ from torch import Tensor
 from ..maths.inner import Inner
 from ..maths.tree import Topology
 from .kvcache import Slab
+from .pieces import Pieces, check_pieces
 
-__all__ = ["ModelRunner", "Pieces", "check_pieces", "check_rows"]
-
-Pieces = Sequence[tuple[int, Sequence[int]]]  # (row, tokens), each row once, in any order
+__all__ = ["ModelRunner", "check_rows"]
 
 
 class ModelRunner(Protocol):
@@ -84,15 +83,3 @@ def check_rows(slab: Slab, rows: slice, count: int, lengths: Sequence[int]) -> N
     """A forward's arguments must speak of the same rows."""
     if count != len(lengths) or count != rows.stop - rows.start or rows.stop > slab.rows:
         raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
-
-
-def check_pieces(slab: Slab, pieces: Pieces) -> None:
-    """What is read must have a row of its own, and fit there."""
-    rows = [row for row, _ in pieces]
-    if len(set(rows)) < len(rows) or not all(0 <= row < slab.rows for row in rows):
-        raise ValueError(f"rows {rows} to read into: each must be one of the slab's {slab.rows}, and only once")
-    for row, tokens in pieces:
-        if not tokens:
-            raise ValueError(f"nothing to read into row {row}")
-        if slab.lengths[row] + len(tokens) > slab.max_len:
-            raise ValueError(f"row {row} would hold {slab.lengths[row] + len(tokens)} tokens of {slab.max_len}")

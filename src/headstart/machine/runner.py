@@ -26,6 +26,7 @@ from .attention import evaluating, lend, lock_of, wants_grouped
 from .kvcache import MARGIN, Slab
 from .model_runner import ModelRunner, check_rows
 from .packing import lend_packed, pack
+from .pieces import Pieces, batches, check_pieces
 from .watch import Watch, newly_watched
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class EagerRunner(ModelRunner):
         self.max_len = max_len
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, model.dtype
+        self._wide = self.device.type == "cuda"
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", 0) or config.vocab_size)
         self.kinds = attention_kinds(config)
@@ -104,6 +106,7 @@ class EagerRunner(ModelRunner):
         self._by_kind = len(self.kinds) > 1
         accepted = inspect.signature(model.forward).parameters
         self._accepts_keep = "logits_to_keep" in accepted
+        self._accepts_positions = self._accepts_keep and "Tensor" in str(accepted["logits_to_keep"].annotation)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         if "position_ids" not in accepted and not takes_any:
             raise ModelRefused(
@@ -131,6 +134,12 @@ class EagerRunner(ModelRunner):
         keep: int | None = None,
     ) -> Tensor:
         """See ``ModelRunner.forward``."""
+        return self._forward(rows, tokens, lengths, topology, keep)
+
+    def _forward(
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], topology: Topology | None, keep: int | Tensor | None
+    ) -> Tensor:
+        """``forward``; ``keep`` may also be a tensor of the positions whose logits are wanted."""
         count, width = tokens.shape
         check_rows(self.slab, rows, count, lengths)
         tree = topology if topology is not None and not topology.is_chain else None
@@ -149,6 +158,26 @@ class EagerRunner(ModelRunner):
         if high + width > self._last_position + 1:
             positions = positions.clamp(max=self._last_position)
         return self._run(tokens, mask, positions, keep)
+
+    @torch.inference_mode()
+    def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
+        """See ``ModelRunner.read``. Pieces that cost less together (see ``batches``) are padded at their end."""
+        check_pieces(self.slab, pieces)
+        found: dict[int, Tensor] = {}
+        for batch in batches(self.slab, pieces, wide=self._wide):
+            chosen = [pieces[i] for i in batch]
+            rows, widths = slice(chosen[0][0], chosen[-1][0] + 1), [len(tokens) for _, tokens in chosen]
+            ends = sorted(set(widths))
+            ids = [[*tokens, *[0] * (ends[-1] - len(tokens))] for _, tokens in chosen]
+            keep = torch.tensor(ends, device=self.device) - 1 if logits and len(ends) > 1 else int(logits)
+            got = self._forward(rows, torch.tensor(ids, device=self.device), self.slab.lengths[rows], None, keep)
+            for i, width, line in zip(batch, widths, got, strict=True):
+                if logits:
+                    found[i] = line[ends.index(width)]
+                self.slab.extend(*pieces[i])
+        if not found:
+            return self._zero.new_empty((len(pieces), self.vocab_size if logits else 0))
+        return torch.stack([found[i] for i in range(len(pieces))])
 
     @torch.inference_mode()
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
@@ -172,7 +201,11 @@ class EagerRunner(ModelRunner):
         return nullcontext()
 
     def _run(
-        self, tokens: Tensor, mask: Tensor | dict[str, Tensor | None] | None, positions: Tensor, keep: int | None
+        self,
+        tokens: Tensor,
+        mask: Tensor | dict[str, Tensor | None] | None,
+        positions: Tensor,
+        keep: int | Tensor | None,
     ) -> Tensor:
         """The model itself, over the slab as ``begin`` has set it."""
         arguments: dict[str, Any] = {
@@ -182,16 +215,20 @@ class EagerRunner(ModelRunner):
             "past_key_values": self.slab,
             "use_cache": True,
         }
-        if keep and self._accepts_keep:
+        no_head = isinstance(keep, int) and keep == 0
+        limited = self._accepts_positions if isinstance(keep, Tensor) else keep is not None and self._accepts_keep
+        if limited and not no_head:
             arguments["logits_to_keep"] = keep
-        model = self.model if keep != 0 else self.model.base_model  # everything but the head
+        model = self.model.base_model if no_head else self.model
         # Another engine in another thread may run over the same model, with a slab of its own.
         with self._one_at_a_time, evaluating(self.model), self._attention(), lend_packed():
             output = model(**arguments)
             self._keep_features()
-        if keep == 0:
+        if no_head:
             return self._zero.new_empty((len(tokens), 0, self.vocab_size))
         logits: Tensor = output.logits
+        if isinstance(keep, Tensor):
+            return logits if limited else logits[:, keep]
         return logits if keep is None else logits[:, -keep:]
 
     # -- hidden states, for drafters that read them

@@ -22,7 +22,8 @@ from ...errors import ModelRefused
 from ...maths.inner import Inner
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
-from ..model_runner import ModelRunner, Pieces, check_pieces, check_rows
+from ..model_runner import ModelRunner, check_rows
+from ..pieces import Pieces, check_pieces
 from ..watch import check_layers, newly_watched
 from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
 from .pace import Pace

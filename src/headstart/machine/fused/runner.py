@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...maths.tree import Topology
 from ..kvcache import MARGIN
+from ..model_runner import ModelRunner
 from ..runner import EagerRunner
 from ..watch import check_layers, newly_watched
 from .lower import lower
@@ -30,6 +31,7 @@ class FusedRunner(EagerRunner):
     """A ``ModelRunner`` on fused kernels."""
 
     BOUNDS = BOUNDS
+    read = ModelRunner.read
     _watched: tuple[int, ...] = ()
 
     def __init__(
