@@ -43,10 +43,13 @@ ASKING: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 2, "temperature": 0},
     "logprobs": {"logprobs": 0, "temperature": 0},
 }
+#: fields that no backend has to know: the engine deals with them
+AROUND = {"seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos", "n", "speculate"}
 
 
 def test_every_field_is_in_the_table() -> None:
     assert set(ASKS) == set(FIELDS), "write the new field into maths/asks.ASKS"
+    assert set(FIELDS) - {"verification"} - AROUND <= set(ASKING), "say here how a request asks for it"
     for name, settings in ASKING.items():
         assert name in asks_of(SamplingParams(**settings)), name
     assert asks_of(SamplingParams(temperature=0)) == frozenset()
@@ -67,8 +70,8 @@ def test_what_nobody_else_serves_the_tensors_do() -> None:
 
 
 def test_a_backend_that_has_not_heard_of_a_field_is_passed_by() -> None:
-    assert not judge.GREEDY_CHAINS.takes([frozenset({"typical_p"})])
-    assert not distribution.SERVED.takes([frozenset({"typical_p"})])
+    assert not judge.GREEDY_CHAINS.takes([frozenset({"unheard_of"})])
+    assert not distribution.SERVED.takes([frozenset({"unheard_of"})])
     with pytest.raises(ValueError, match="both serves and declines"):
         Served("confused", frozenset({"top_p"}), frozenset({"top_p"}))
 
