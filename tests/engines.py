@@ -9,7 +9,7 @@ import torch
 from headstart.config import EngineConfig
 from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import Controller, FixedController
-from headstart.drafters.base import Drafter
+from headstart.drafters.base import DraftContext, Drafter, TargetView
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.engine import Engine
@@ -87,6 +87,15 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     return [handle.completion() for handle in handles]
 
 
+def draft_context(target: TargetView) -> DraftContext:
+    """What a drafter is given that is built by name; there is no second model to be had."""
+
+    def none(source: object) -> ModelRunner:
+        raise AssertionError(f"{source} was asked for")
+
+    return DraftContext(target, target.vocab_size, FixedController(3), none, "a name", prefill_chunk=16)
+
+
 def drafters(draft_runner: Callable[[], ModelRunner], width: int) -> dict[str, Callable[[], Drafter | None]]:
     """Every drafter of the house, made fresh."""
     return {
@@ -101,6 +110,7 @@ __all__ = [
     "Completion",
     "Request",
     "SamplingParams",
+    "draft_context",
     "drafters",
     "run",
     "table",

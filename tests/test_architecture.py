@@ -140,3 +140,84 @@ def test_files_stay_readable(module: str) -> None:
     path = MODULES[module]
     assert len(path.read_text().splitlines()) <= 400, f"{module} has grown past 400 lines"
     assert ast.get_docstring(ast.parse(path.read_text())), f"{module} does not say what it knows"
+
+
+# What a runner or a drafter can do, its protocol promises: nobody asks for its class, and nobody probes it. ``Drafter``
+# itself may be asked for: what people pass as ``draft=`` may be anything.
+FAMILIES = ("Runner", "Drafter")
+HUGGING_FACE = {"device", "dtype", "model", "name", "forward", "vocab_size", "hidden_size"}  # models have these, too
+
+
+def word(node: ast.AST) -> str:
+    """The last word of a name: ``runner`` of ``self.runner``."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def names_a_kind(node: ast.AST) -> bool:
+    """Does an expression (a class, a tuple or a union of some) name a kind of runner or drafter?"""
+    return any(word(part).endswith(FAMILIES) and word(part) != "Drafter" for part in ast.walk(node))
+
+
+def own_words() -> set[str]:
+    """What runners and drafters alone have: methods, class attributes, and what is set on ``self``."""
+    found: set[str] = set()
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(FAMILIES):
+                targets = [t for part in node.body if isinstance(part, ast.Assign) for t in part.targets]
+                targets += [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+                found |= {word(target) for target in targets}
+                found |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                found |= {a.attr for a in ast.walk(node) if isinstance(a, ast.Attribute) and word(a.value) == "self"}
+    return found - HUGGING_FACE
+
+
+def asked(source: str, own: set[str]) -> list[int]:
+    """Lines that ask a runner or a drafter for its class, or probe one for what it may have."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Call) and word(node.left.func) == "type":
+            guilty = any(names_a_kind(other) for other in node.comparators)
+        elif isinstance(node, ast.MatchClass):
+            guilty = names_a_kind(node.cls)
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and word(node.func) in ("isinstance", "issubclass"):
+            guilty = names_a_kind(node.args[1])
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and word(node.func) in ("getattr", "hasattr"):
+            subject, what = word(node.args[0]).lower(), node.args[1]
+            guilty = subject.endswith(("runner", "drafter")) or (isinstance(what, ast.Constant) and what.value in own)
+        else:
+            continue
+        lines += [node.cls.lineno if isinstance(node, ast.MatchClass) else node.lineno] if guilty else []
+    return lines
+
+
+OWN = own_words()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nobody_asks_a_runner_or_drafter_for_its_class(module: str) -> None:
+    found = asked(MODULES[module].read_text(), OWN)
+    assert not found, (
+        f"{module}:{found} asks for a runner's or drafter's class; let its protocol promise what is wanted"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "guilty"),
+    [
+        ("isinstance(self.target, CpuRunner)", True),
+        ("isinstance(r, (int, machine.EagerRunner))", True),
+        ("isinstance(x, EagerRunner | CpuRunner)", True),
+        ("type(drafter) is ModelDrafter", True),
+        ("getattr(drafter, 'anything', None)", True),
+        ("hasattr(self._runner, 'anything')", True),
+        ("any(getattr(r, 'fused', None) for r in some)", True),
+        ("getattr(target, 'BOUNDS', ())", True),
+        ("isinstance(draft, Drafter)", False),
+        ("isinstance(source, str)", False),
+        ("getattr(config, 'head_dim', None)", False),
+        ("getattr(source, 'device', None)", False),
+    ],
+)
+def test_who_asks_is_found(line: str, guilty: bool) -> None:
+    assert asked(line, OWN) == [1] * guilty

@@ -7,6 +7,7 @@ import tracemalloc
 from dataclasses import dataclass, field
 
 import pytest
+from engines import draft_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from headstart.drafters.base import drafter_named
 from headstart.drafters.lookup import MAX_PREDICTION, MAX_STRENGTH, LookupDrafter
 from headstart.drafters.suffix import SuffixAutomaton
 from headstart.errors import InvalidParameter
+from headstart.machine.runner import EagerRunner
+from headstart.testing import tiny_model
 from headstart.types import Proposal, SamplingParams
 
 
@@ -229,5 +232,6 @@ def test_a_name_used_again_is_another_sequence() -> None:
 
 
 def test_found_by_name() -> None:
-    assert isinstance(drafter_named("lookup"), LookupDrafter)
+    runner = EagerRunner(tiny_model("llama"), probe=False)
+    assert isinstance(drafter_named("lookup", draft_context(runner)), LookupDrafter)
     assert LookupDrafter.free

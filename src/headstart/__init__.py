@@ -11,7 +11,7 @@ from __future__ import annotations
 TYPE_CHECKING = False  # typing's own, which type checkers know by its name: nothing at all is imported here
 if TYPE_CHECKING:
     from .api import LLM
-    from .drafters.base import Drafter
+    from .drafters.base import DraftContext, Drafter, TargetView
     from .errors import (
         EngineBusy,
         GenerationFailed,
@@ -41,6 +41,7 @@ __all__ = [
     "LLM",
     "Choice",
     "Completion",
+    "DraftContext",
     "DraftView",
     "Drafter",
     "EngineBusy",
@@ -58,6 +59,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeOutput",
     "Stats",
+    "TargetView",
     "TokenLogprob",
     "Verdict",
     "speculative_decode",
@@ -69,7 +71,7 @@ __version__ = "0.1.0"
 # take seconds to import, and `headstart --help` needs neither.
 _MODULES = {
     "api": ("LLM",),
-    "drafters.base": ("Drafter",),
+    "drafters.base": ("DraftContext", "Drafter", "TargetView"),
     "errors": (
         "EngineBusy",
         "GenerationFailed",

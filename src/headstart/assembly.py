@@ -5,19 +5,20 @@ Knows: which parts a target and a wish for a draft need. Does not know: how any 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .config import Config
-from .control.controller import Controller, controller_for
-from .drafters.base import Drafter, drafter_named, registered_drafters
+from .control.controller import controller_for
+from .drafters.base import DraftContext, Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
-from .drafters.watched import WatchedRunner
 from .engine.engine import Engine
 from .engine.opening import open_captured
 from .errors import InvalidParameter, ModelNotFound, ModelRefused
@@ -26,9 +27,17 @@ from .machine.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.head import head_folder
 from .machine.hub import Remote
 from .machine.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
-from .machine.opening import Quantization, Runner, load_draft, load_target, ready_to_compile, runner_for, what_loads
+from .machine.opening import (
+    Opened,
+    Quantization,
+    Runner,
+    load_draft,
+    load_target,
+    ready_to_compile,
+    runner_for,
+    what_loads,
+)
 from .machine.progress import Tell, telling
-from .machine.runner import EagerRunner
 from .machine.text import TextCodec, TextStream
 from .types import Request
 
@@ -77,33 +86,22 @@ def assemble(
         opened = load_target(
             source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement
         )
-        longest = _context(config, opened.loaded.report)
-        sizes: dict[str, Any] = {
-            "rows": config.engine.max_rows,
-            "max_len": longest,
-            "margin": 2 * (config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
-            "probe": check,
-        }
+        sizes = _sizes(config, opened.loaded.report, check)
         runner, target = runner_for(opened, **sizes)
         vocab_size = target.report.tokenizer_size or runner.vocab_size
         controller = controller_for(config.draft)
-        makes = _Drafters(
-            config, controller, target, runner, vocab_size, sizes, placement, draft_dtype, draft_quantization, tell
-        )
-        drafter = makes.drafter(draft)
+        load = partial(load_draft, quantization=draft_quantization, dtype=draft_dtype, tell=tell, **placement)
+        beside = _Beside(target, sizes, load, tell)
+        drafter = None
+        if config.draft.most > 0:  # else nothing will be drafted, so nothing is loaded or asked either
+            known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
+            drafter = _drafter(
+                draft, partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
+            )
         if drafter is not None:
             controller.meet(free=drafter.free, ends_itself=drafter.ends_itself)
-        captured = None
-        if isinstance(runner, EagerRunner):
-            captured = open_captured(runner, drafter, config.draft, vocab_size, tell)
+        captured = open_captured(runner, drafter, config.draft, vocab_size, tell, name=target.report.architecture)
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
-
-    def text_stream(request: Request) -> TextStream:
-        stops = request.params.stop
-        assert codec is not None
-        assert isinstance(stops, tuple)  # SamplingParams makes it one
-        return TextStream(codec, request.prompt, stops)
-
     engine = Engine(
         runner,
         drafter,
@@ -111,20 +109,30 @@ def assemble(
         config.engine,
         vocab_size=vocab_size,
         eos=eos_ids(target),
-        text=text_stream if codec is not None else None,
+        text=partial(_text_stream, codec) if codec is not None else None,
         captured=captured,
         max_gamma=config.draft.most,
-        torch_threads=_torch_threads(runner, drafter),
     )
-    return Assembled(engine, makes.target, codec)
+    return Assembled(engine, beside.target, codec)
 
 
-def _context(config: Config, report: Capability) -> int:
-    """The longest prompt and answer together."""
+def _text_stream(codec: TextCodec, request: Request) -> TextStream:
+    stops = request.params.stop
+    assert isinstance(stops, tuple)  # SamplingParams makes it one
+    return TextStream(codec, request.prompt, stops)
+
+
+def _sizes(config: Config, report: Capability, check: bool) -> dict[str, Any]:
+    """What every runner here is opened with: the draft's rows are as many and as long as the target's."""
     asked = config.engine.max_model_len
     if asked is not None and report.max_context and asked > report.max_context:
         raise InvalidParameter("max_model_len", f"is {asked}, but the model was made for {report.max_context}")
-    return asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT)
+    return {
+        "rows": config.engine.max_rows,
+        "max_len": asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT),
+        "margin": 2 * (config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
+        "probe": check,
+    }
 
 
 def _check_name(draft: Model | Drafter | None, placement: dict[str, Any]) -> None:
@@ -141,41 +149,34 @@ def _check_name(draft: Model | Drafter | None, placement: dict[str, Any]) -> Non
         raise ModelNotFound(f"draft {str(draft)!r} is no drafter's name (there are {known}), and {error}") from error
 
 
-@dataclass
-class _Drafters:
-    """Builds the drafter that was asked for."""
+def _drafter(draft: Model | Drafter | None, given: Callable[[Model], DraftContext]) -> Drafter | None:
+    """The drafter that was asked for: a name, a head's folder, or a model. ``given``: what it is built with."""
+    if draft is None or isinstance(draft, Drafter):
+        return draft
+    if draft == "auto":
+        shipped = embedded_draft()
+        if shipped is not None:
+            return PortfolioDrafter.for_target(given(shipped))
+        draft = "lookup"
+    if isinstance(draft, str) and draft in registered_drafters():
+        return drafter_named(draft, given(draft))
+    folder = head_folder(draft)
+    return HeadDrafter.for_target(given(folder)) if folder is not None else ModelDrafter.for_target(given(draft))
 
-    config: Config
-    controller: Controller
-    target: Loaded
-    runner: Runner
-    vocab_size: int
+
+@dataclass
+class _Beside:
+    """Opens draft models beside a target."""
+
+    target: Loaded  # its report says what was taken for granted
     sizes: dict[str, Any]
-    placement: dict[str, Any]
-    dtype: str | torch.dtype
-    quantization: Quantization
+    load: Callable[[Model], Opened]
     tell: Tell
 
-    def drafter(self, draft: Model | Drafter | None) -> Drafter | None:
-        if self.config.draft.most == 0:
-            return None  # nothing will be drafted, so nothing is loaded or asked either
-        if draft is None or isinstance(draft, Drafter):
-            return draft
-        if draft == "auto":
-            shipped = embedded_draft()
-            if shipped is None:
-                return drafter_named("lookup")
-            return PortfolioDrafter(self._head(shipped, self.runner), self.controller.paid_budgets)
-        if isinstance(draft, str) and draft in registered_drafters():
-            return drafter_named(draft)
-        folder = head_folder(draft)
-        if folder is not None:
-            return self._head(folder, self.runner)
-        return self._model(draft)
-
-    def _model(self, draft: Model) -> ModelDrafter:
+    def open(self, draft: Model) -> Runner:
+        """See ``DraftContext.open_model``."""
         self.tell(what_loads(draft))
-        opened = load_draft(draft, self.quantization, dtype=self.dtype, tell=self.tell, **self.placement)
+        opened = self.load(draft)
         loaded, longest = opened.loaded, self.sizes["max_len"]
         difference = same_tokenizer(self.target, loaded)
         if difference is not None:
@@ -189,13 +190,7 @@ class _Drafters:
                 f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
                 f"{longest}: set max_model_len={loaded.report.max_context} or use another draft."
             )
-        return ModelDrafter(
-            runner_for(opened, **self.sizes, draft=True)[0],
-            vocab_size=min(self.vocab_size, self.runner.vocab_size),
-            width=self.runner.vocab_size,
-            prefill_chunk=self.config.engine.prefill_chunk,
-            least_hope=self.controller.least_hope,
-        )
+        return runner_for(opened, **self.sizes, draft=True)[0]
 
     def _note_sizes(self, draft: Loaded) -> None:
         """Without two tokenizers to compare, the user is told what is taken for granted."""
@@ -207,13 +202,3 @@ class _Drafters:
             f"the first {min(sizes)} are taken to be the same, and only they are drafted; the text stays the target's"
         )
         self.target = replace(self.target, report=replace(self.target.report, notes=(*self.target.report.notes, note)))
-
-    def _head(self, folder: Path, target: WatchedRunner) -> HeadDrafter:
-        size = min(self.vocab_size, target.vocab_size)
-        return HeadDrafter.load(folder, target, vocab_size=size, hopes=self.controller.least_chances)
-
-
-def _torch_threads(runner: Runner, drafter: Drafter | None) -> int | None:
-    """One, where models run on kernels with threads of their own: torch's would wait in a busy loop on their cores."""
-    drafts_by_torch = isinstance(getattr(drafter, "runner", None), EagerRunner)
-    return None if isinstance(runner, EagerRunner) or drafts_by_torch else 1

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .drafters.base import Drafter
 from .machine.kvcache import Slab
-from .machine.model_runner import ModelRunner
+from .machine.model_runner import DeviceRunner
 from .maths.inner import PLAIN, Inner
 from .maths.tree import Topology
 from .types import DraftView, Proposal, Verdict
@@ -200,10 +200,10 @@ def tiny_tokenizer(size: int = TINY_VOCABULARY, *, shuffle: int = 0) -> PreTrain
     )
 
 
-class TableRunner(ModelRunner):
+class TableRunner(DeviceRunner):
     """A language model that is a table: the next token's logits depend on the last two tokens.
 
-    A ``ModelRunner`` that keeps its tokens as keys in a real slab and looks the earlier one up there, so a wrong row,
+    A ``DeviceRunner`` that keeps its tokens as keys in a real slab and looks the earlier one up there, so a wrong row,
     slot, rollback or swap shows as a wrong answer. ``logits`` [V, V, V]: [token before, token, next].
     """
 
@@ -241,6 +241,10 @@ class TableRunner(ModelRunner):
         last = torch.where(before >= 0, held.gather(1, before.clamp_min(0)), 0)
         logits = self.table[last, tokens]
         return logits if keep is None else logits[:, width - keep :]
+
+    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
+        """See ``DeviceRunner.device_forward``."""
+        return self.forward(slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
 
     def probabilities(
         self, prompt: Sequence[int], length: int, temperature: float = 1.0

@@ -1,25 +1,126 @@
-"""What a drafter is, and how one is found by name.
+"""What a drafter is, what it is given, and how one is found by name.
 
 Knows: the contract between the engine and whoever guesses. Does not know: any particular guesser.
 
 A drafter is asked once a round for guesses and may keep whatever state it likes about each sequence,
 found again by ``view.id``. It cannot change what is generated, only how fast: the verification rule
 needs nothing but the ``Proposal``. Packages add drafters through the entry-point group
-``headstart.drafters``; CONTRIBUTING.md builds one step by step.
+``headstart.drafters``; CONTRIBUTING.md builds two step by step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import InvalidParameter
 from ..types import DraftView, Proposal, Verdict
 
-__all__ = ["ENTRY_POINT_GROUP", "Drafter", "drafter_named", "registered_drafters"]
+if TYPE_CHECKING:  # torch takes seconds to import, and a drafter may do without it
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..machine.cpu.library import MatrixRecord
+    from ..machine.kvcache import Slab
+    from ..machine.model_runner import DeviceRunner, ModelRunner
+    from ..maths.inner import Inner
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Advice",
+    "DeviceDrafter",
+    "DraftContext",
+    "Drafter",
+    "TargetView",
+    "drafter_named",
+    "registered_drafters",
+]
 
 ENTRY_POINT_GROUP = "headstart.drafters"
+
+
+class TargetView(Protocol):
+    """What a drafter may use of the target. Its rows are for reading only: they belong to the engine."""
+
+    vocab_size: int  # V of its logits, the width that q must have
+    depth: int  # decoder layers
+    device: torch.device  # where token ids go in and hidden states come out
+    slab: Slab  # ``lengths[row(view.id)]``: tokens of a sequence it has read, all but the newest once the prompt is in
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on keep the hidden states behind these decoder layers (0 is the first). To be called when the
+        drafter is built; a target can be watched in one way only."""
+
+    def features(self, row: int, start: int, stop: int) -> Tensor:
+        """What ``watch`` kept of a row's tokens start .. stop - 1: [n, len(layers) * hidden_size], a view."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [..] -> the target's embeddings [.., hidden_size]."""
+
+    @property
+    def embedding(self) -> Tensor | MatrixRecord:
+        """The whole table, as the CPU's kernels read it."""
+
+    @property
+    def threads(self) -> int:
+        """How many threads kernels of the drafter's own may use."""
+
+    @property
+    def inner(self) -> Inner:
+        """The loops over the vocabulary that suit the target's device."""
+
+
+class Advice(Protocol):
+    """What a drafter may ask the controller, once a round. 0.0: whatever is asked for is worth its time."""
+
+    def least_hope(self) -> float:
+        """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
+
+    def least_chances(self) -> tuple[float, float]:
+        """The same for a token that is drafted already and may still be left out; and ``least_hope``."""
+
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """How many tokens that cost time are worth drafting for each sequence, at most ``limits[i]``."""
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter is given when it is built (``Drafter.for_target``)."""
+
+    target: TargetView
+    vocab_size: int  # ids at and past this are not to be drafted
+    advice: Advice
+    #: a draft model (name, folder or loaded) beside the target, with as many rows; another tokenizer is refused
+    open_model: Callable[[str | Path | PreTrainedModel], ModelRunner]
+    source: str | Path | PreTrainedModel  # what ``draft=`` named
+    prefill_chunk: int  # tokens of a prompt that are read at once
+
+
+class DeviceDrafter(Protocol):
+    """What a captured round needs of a drafter: a model that drafts on the device, row by row beside the target's."""
+
+    @property
+    def device_runner(self) -> DeviceRunner: ...
+
+    def align(self, views: Sequence[DraftView]) -> None:
+        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last."""
+
+    def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:
+        """The device drafted on its own: the row now holds all committed tokens, and these behind them."""
+
+    def fit(self, logits: Tensor) -> Tensor:
+        """The draft's logits in the target's width."""
+
+    def readable(self, tokens: Tensor) -> Tensor:
+        """Committed tokens as the draft can read them."""
 
 
 class Drafter(ABC):
@@ -38,6 +139,13 @@ class Drafter(ABC):
     #: True when q comes straight from the sampler that drew the tokens (``pen``): its shape is still checked in every
     #: round, but no longer whether its values are a distribution.
     sound_q: bool = False
+    #: True when drafting runs a model on torch, which then keeps its threads whatever the target runs on.
+    needs_torch: bool = False
+
+    @classmethod
+    def for_target(cls, context: DraftContext) -> Drafter:
+        """Build the drafter that ``draft=`` names. A class that wants to know its target overrides this."""
+        return cls()
 
     @abstractmethod
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
@@ -56,30 +164,32 @@ class Drafter(ABC):
         """A round was interrupted (Ctrl-C, say), perhaps in the middle of ``propose``: forget every sequence. You will
         be asked again about those that go on."""
 
+    def on_device(self) -> DeviceDrafter | None:
+        """This drafter, if captured rounds can draft with it; None: its guesses come from the host."""
+        return None
+
 
 # Built in, so that they are there even when the package runs from its source tree without being installed.
-_BUILT_IN = {"lookup": "headstart.drafters.lookup:LookupDrafter"}
+_BUILT_IN = (EntryPoint("lookup", "headstart.drafters.lookup:LookupDrafter", ENTRY_POINT_GROUP),)
+
+
+def _points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in (*entry_points(group=ENTRY_POINT_GROUP), *_BUILT_IN)}
 
 
 def registered_drafters() -> dict[str, str]:
     """Name -> "module:Class" of every drafter that can be asked for by name."""
-    found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-    return found | _BUILT_IN
+    return {name: point.value for name, point in _points().items()}
 
 
-def drafter_named(name: str) -> Drafter:
-    """Build the drafter registered under ``name``, with its defaults."""
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name and name not in _BUILT_IN:
-            made = point.load()()
-            break
-    else:
-        if name not in _BUILT_IN:
-            raise InvalidParameter("draft", f"names no drafter {name!r}; there are {', '.join(registered_drafters())}")
-        from importlib import import_module
-
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        made = getattr(import_module(module), attribute)()
+def drafter_named(name: str, context: DraftContext) -> Drafter:
+    """Build the drafter registered under ``name``: a class by ``for_target``, any other callable without arguments."""
+    point = _points().get(name)
+    if point is None:
+        raise InvalidParameter("draft", f"names no drafter {name!r}; there are {', '.join(registered_drafters())}")
+    found = point.load()
+    known = isinstance(found, type) and issubclass(found, Drafter)
+    made = found.for_target(context) if known else found()
     if not isinstance(made, Drafter):
         raise InvalidParameter("draft", f"names {name!r}, which is not a headstart.drafters.base.Drafter")
     return made

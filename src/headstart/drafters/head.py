@@ -17,18 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..errors import ModelRefused
 from ..machine.cpu.build import why_not as no_kernels
 from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
-from ..machine.cpu.library import MatrixRecord
 from ..machine.cpu.opening import fall_back
-from ..machine.cpu.runner import CpuRunner
 from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..types import DraftView, Proposal
-from .base import Drafter
+from .base import DraftContext, Drafter, TargetView
 from .kernel_chains import kernel_chains
 from .pen import Pen
-from .watched import WatchedRunner, check_shapes
 
 __all__ = ["HeadDrafter"]
 
@@ -50,7 +48,7 @@ class HeadDrafter(Drafter):
     def __init__(
         self,
         net: HeadNet,
-        target: WatchedRunner,
+        target: TargetView,
         *,
         vocab_size: int,
         least_hope: float | None = None,
@@ -62,7 +60,7 @@ class HeadDrafter(Drafter):
         below which nothing is drafted behind a token (``Controller.least_kept`` and ``least_hope``, summed over the
         rows). ``branch``: above 1 drafts trees, with this many of the likeliest tokens behind a node; the budget then
         counts nodes."""
-        check_shapes(net, target, vocab_size)
+        _check_shapes(net, target, vocab_size)
         self.net = net.to(target.device).eval().requires_grad_(False)
         self.target = target
         self.vocab_size = vocab_size
@@ -80,10 +78,12 @@ class HeadDrafter(Drafter):
         self._kernel: HeadKernel | None = None
         target.watch(net.config.watch)
 
-    @staticmethod
-    def load(folder: Path, target: WatchedRunner, *, vocab_size: int, hopes: Hopes | None = None) -> HeadDrafter:
-        """The head in ``folder`` (see ``machine.head``), for the model that ``target`` runs."""
-        drafter = HeadDrafter(load_head(folder), target, vocab_size=vocab_size, hopes=hopes)
+    @classmethod
+    def for_target(cls, context: DraftContext) -> HeadDrafter:
+        """The head in the folder that ``context.source`` is (see ``machine.head``)."""
+        assert isinstance(context.source, Path)
+        hopes = context.advice.least_chances
+        drafter = cls(load_head(context.source), context.target, vocab_size=context.vocab_size, hopes=hopes)
         if not drafter.use_kernel():
             drafter.net.shrink()
         return drafter
@@ -96,12 +96,7 @@ class HeadDrafter(Drafter):
         if missing is not None:
             fall_back("the draft head runs on torch, slower", missing)
             return False
-        embedding: Tensor | MatrixRecord
-        if isinstance(self.target, CpuRunner):
-            embedding, threads = self.target.packed.matrix("embedding"), self.target.threads
-        else:
-            embedding, threads = self._embedding, torch.get_num_threads()
-        self._kernel = HeadKernel(self.net, self.slab, embedding, threads=threads, kind=kind)
+        self._kernel = HeadKernel(self.net, self.slab, self.target.embedding, threads=self.target.threads, kind=kind)
         return True
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
@@ -173,19 +168,9 @@ class HeadDrafter(Drafter):
         ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=g.device)
         return g + self._words(ids)
 
-    @property
-    def _embedding(self) -> Tensor:
-        """The target's embedding table [V, H], where it is not packed."""
-        weight: Tensor = self.target.model.get_input_embeddings().weight
-        return weight
-
     def _words(self, tokens: Tensor) -> Tensor:
         """Token ids [..] -> what they add to g [.., width]."""
-        if isinstance(self.target, CpuRunner):
-            found = self.target.packed.rows("embedding", tokens.flatten()).view(*tokens.shape, -1)
-        else:
-            found = self._embedding[tokens]
-        return self.net.word(found.to(self._dtype))
+        return self.net.word(self.target.embed(tokens).to(self._dtype))
 
     def _missing(self, asked: Asked) -> tuple[list[str], list[int], list[list[int]]]:
         """The sequences in row order up to the last one asked, how many slots their rows have, and the tokens of those
@@ -387,3 +372,17 @@ def _kept(order: list[int], tokens: list[int], parents: list[int], budget: int) 
     chosen = sorted(order[:budget])
     number = {-1: -1} | {node: i for i, node in enumerate(chosen)}
     return Proposal(tuple(tokens[node] for node in chosen), tuple(number[parents[node]] for node in chosen))
+
+
+def _check_shapes(net: HeadNet, target: TargetView, vocab_size: int) -> None:
+    """Refuse a head that was made for another target."""
+    c = net.config
+    mine = (c.target_hidden, c.target_layers, c.target_vocab)
+    theirs = (target.hidden_size, target.depth, target.vocab_size)
+    if mine != theirs:
+        raise ModelRefused(
+            "this draft head was trained for another target: one with hidden size {}, {} layers and {} tokens; this "
+            "one has {}, {} and {}; train one with `headstart distill`, or use draft='lookup'".format(*mine, *theirs)
+        )
+    if int(net.ids.max()) >= vocab_size:
+        raise ModelRefused(f"this draft head says token {int(net.ids.max())}, but the tokenizer has only {vocab_size}")

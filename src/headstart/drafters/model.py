@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..machine.runner import ModelRunner
+from ..machine.model_runner import DeviceRunner, ModelRunner
 from ..types import DraftView, Proposal
-from .base import Drafter
+from .base import DeviceDrafter, DraftContext, Drafter
 from .pen import Pen, fit
 
 __all__ = ["ModelDrafter"]
@@ -53,9 +53,21 @@ class ModelDrafter(Drafter):
         self.prefill_chunk = prefill_chunk
         self._least_hope = least_hope if runner.device.type == "cpu" else None
         self.ends_itself = self._least_hope is not None
+        self.needs_torch = not runner.own_threads
         # A target may write ids that the draft has no embedding for; they are read as another token then.
         self._knows = runner.vocab_size if runner.vocab_size < vocab_size else None
         self._level: dict[str, int] = {}  # sequence id -> leading tokens known to be right in its row
+
+    @classmethod
+    def for_target(cls, context: DraftContext) -> ModelDrafter:
+        """The model that ``context.source`` names, or is."""
+        return cls(
+            context.open_model(context.source),
+            vocab_size=context.vocab_size,
+            width=context.target.vocab_size,
+            prefill_chunk=context.prefill_chunk,
+            least_hope=context.advice.least_hope,
+        )
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
         asked = [(view, budget) for view, budget in zip(views, budgets, strict=True) if budget > 0]
@@ -74,17 +86,24 @@ class ModelDrafter(Drafter):
         self._level.clear()
         self.runner.slab.reset()
 
-    # -- for rounds that run on the device (engine.captured)
+    # -- for captured rounds, see ``DeviceDrafter``
+
+    def on_device(self) -> DeviceDrafter | None:
+        return self if self.runner.on_device() is not None else None
+
+    @property
+    def device_runner(self) -> DeviceRunner:
+        runner = self.runner.on_device()
+        assert runner is not None, "whoever drafts on the device asks on_device first"
+        return runner
 
     def align(self, views: Sequence[DraftView]) -> None:
-        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last."""
         slab = self.runner.slab
         for row, view in enumerate(views):
             self._bring_level(view, catch_up=1)
             slab.swap_ready(slab.row(view.id), row)
 
     def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:
-        """The device drafted on its own: the row now holds all committed tokens, and these behind them."""
         slab, row = self.runner.slab, self.runner.slab.row(view.id)
         known = min(len(view.tokens), slab.lengths[row], self._level[view.id])
         slab.truncate(row, known)
@@ -92,11 +111,9 @@ class ModelDrafter(Drafter):
         self._level[view.id] = slab.lengths[row]
 
     def fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits in the target's width."""
         return fit(logits, self.width)
 
     def readable(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Committed tokens as the draft can read them."""
         return tokens if self._knows is None else tokens.where(tokens < self._knows, STAND_IN)
 
     def _readable(self, tokens: list[int]) -> list[int]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..types import DraftView, Proposal, Verdict
-from .base import Drafter
+from .base import DraftContext, Drafter
+from .head import HeadDrafter
 from .lookup import LookupDrafter
 
 __all__ = ["PortfolioDrafter"]
@@ -35,7 +36,13 @@ class PortfolioDrafter(Drafter):
         self.name = f"{costly.name}+lookup"
         self.ends_itself = costly.ends_itself
         self.sound_q = costly.sound_q
+        self.needs_torch = costly.needs_torch
         self._budgets = budgets
+
+    @classmethod
+    def for_target(cls, context: DraftContext) -> PortfolioDrafter:
+        """The head in the folder that ``context.source`` is, beside ``lookup``."""
+        return cls(HeadDrafter.for_target(context), context.advice.paid_budgets)
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
         copied = self.lookup.propose(views, budgets)

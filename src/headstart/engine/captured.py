@@ -20,16 +20,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..drafters.model import ModelDrafter
+from ..drafters.base import DeviceDrafter
 from ..machine.graphs import Recorder, Recording
+from ..machine.model_runner import DeviceRunner
 from ..maths.inner import PLAIN, Inner
 from ..types import Origin, Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
 from .outcome import DraftFailed, Outcome
-from .programs import DeviceRunner, Logprobs, Programs, Shape
+from .programs import Logprobs, Programs, Shape
 from .sequence import Sequence
 
-__all__ = ["CapturedRounds", "DeviceRunner", "Flight", "draft_lengths"]
+__all__ = ["CapturedRounds", "Flight", "draft_lengths"]
 
 KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -63,12 +64,10 @@ class Flight:
 class CapturedRounds:
     """Plays rounds of a target on the device, with the drafts of a draft model there or with drafts from the host."""
 
-    BOUNDS = (2048, 16384, 131072)  # and the slab's capacity; a recording serves rows of up to so many keys
-
     def __init__(
         self,
         target: DeviceRunner,
-        drafter: ModelDrafter | None,
+        drafter: DeviceDrafter | None,
         *,
         vocab_size: int,
         lengths: Seq[int],
@@ -86,8 +85,7 @@ class CapturedRounds:
         self._verifies: dict[Shape, Recording] = {}
         self._flight: Flight | None = None
         self._sealed = False
-        bounds = getattr(target, "BOUNDS", self.BOUNDS)
-        self._bounds = (*(b for b in bounds if b < slab.capacity), slab.capacity)
+        self._bounds = (*(b for b in target.BOUNDS if b < slab.capacity), slab.capacity)
         self._buckets = (*(1 << i for i in range(16) if 1 << i < slab.rows), slab.rows)
         # Two that take turns, since two rounds can be under way.
         pinned = partial(torch.zeros, pin_memory=self._recorder.enabled)
@@ -192,7 +190,7 @@ class CapturedRounds:
         """Bring the device's table, and the draft's rows, level with the host."""
         draft = None
         if self._drafter is not None:
-            draft = self._drafter.runner.slab
+            draft = self._drafter.device_runner.slab
             if drafting:
                 try:
                     self._drafter.align(sequences)

@@ -27,7 +27,7 @@ from ..config import EngineConfig
 from ..control.controller import Controller
 from ..drafters.base import Drafter
 from ..errors import GenerationFailed, HeadstartError, InvalidParameter
-from ..machine.runner import ModelRunner
+from ..machine.model_runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
 from .handle import Handle
@@ -77,14 +77,14 @@ class Engine:
         text: Callable[[Request], TextSink] | None = None,
         captured: CapturedRounds | None = None,
         max_gamma: int = 64,
-        torch_threads: int | None = None,
     ) -> None:
         """``vocab_size``: the tokenizer's; ``text`` makes the detokeniser of a request, None for ids only.
 
         ``captured``: rounds on the device, for what fits there; ``max_gamma``: the most a round may draft.
-        ``torch_threads``: how many threads torch may use in a step, None for as many as it has.
         """
-        self._torch_threads = torch_threads
+        # Where all models run on threads of their own, torch's would wait in a busy loop on the same cores.
+        by_torch = not runner.own_threads or (drafter is not None and drafter.needs_torch)
+        self._torch_threads = None if by_torch else 1
         self.config = config
         self.max_len = runner.max_len
         self.stats = EngineStats()

@@ -12,11 +12,10 @@ import torch
 
 from ..config import DraftConfig
 from ..drafters.base import Drafter
-from ..drafters.model import ModelDrafter
 from ..machine.fused import available, inner_loops
+from ..machine.model_runner import ModelRunner
 from ..machine.progress import Tell
-from ..machine.runner import EagerRunner
-from .captured import CapturedRounds, DeviceRunner, draft_lengths
+from .captured import CapturedRounds, draft_lengths
 from .overlap import OverlappedRounds
 
 __all__ = ["open_captured"]
@@ -29,24 +28,24 @@ class _Stopped(Exception):
 
 
 def open_captured(
-    runner: EagerRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell
+    runner: ModelRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell, *, name: str
 ) -> CapturedRounds | None:
-    """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded."""
-    if runner.device.type != "cuda" or len(set((getattr(runner.model, "hf_device_map", None) or {}).values())) > 1:
+    """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded.
+    ``name``: what to call the target where people are told so."""
+    target = runner.on_device()
+    if target is None or target.device.type != "cuda":
         return None
-    model = drafter if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner, DeviceRunner) else None
-    if isinstance(drafter, ModelDrafter) and model is None:
-        return None
+    model = drafter.on_device() if drafter is not None else None
     # Hugging Face's modules take ten times as long to walk through as fused kernels.
-    runners = [runner, *([model.runner] if model is not None else [])]
-    slow, fixed = any(getattr(r, "fused", None) is None for r in runners), config.gamma != "auto"
+    slow = not target.compiled or (model is not None and not model.device_runner.compiled)
+    fixed = config.gamma != "auto"
     lengths = draft_lengths(config.most, fixed=fixed, few=slow) if drafter is not None else (0,)
     overlap = config.overlap if config.overlap is not None else fixed and not slow
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
-    inner = inner_loops(runner.device)
-    with torch.cuda.device(runner.device):
-        rounds = kind(runner, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
-        return rounds if _recorded(rounds, type(runner.model).__name__, tell, compiled=not slow) else None
+    inner = inner_loops(target.device)
+    with torch.cuda.device(target.device):
+        rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
+        return rounds if _recorded(rounds, name, tell, compiled=not slow) else None
 
 
 def _recorded(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) -> bool:

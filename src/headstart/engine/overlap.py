@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from ..machine.graphs import Recorder, Recording
+from ..machine.model_runner import DeviceRunner
 from ..maths import noise
 from .captured import CapturedRounds, Flight
 from .outcome import Outcome
-from .programs import DeviceRunner, Shape
+from .programs import Shape
 from .sequence import Sequence
 
 __all__ = ["OverlappedRounds"]

@@ -7,12 +7,13 @@ Does not know: what happens in a round (``round``), or what a proposal must look
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..control.controller import Controller
 from ..drafters.base import Drafter
-from ..machine.runner import ModelRunner
+from ..machine.model_runner import ModelRunner
 from ..types import Verdict
 from .captured import CapturedRounds
 from .sequence import Sequence
@@ -55,25 +56,20 @@ class Parts:
 
     def tell_drafter(self, sequences: Seq[Sequence], verdicts: Seq[Verdict | None]) -> None:
         """``Drafter.commit``: the round is over, and this is what the target said."""
-        if self.drafter is not None:
-            try:
-                self.drafter.commit(list(sequences), list(verdicts))
-            except Exception as error:
-                self.drop_drafter(error)
+        self._tell(lambda drafter: drafter.commit(list(sequences), list(verdicts)))
 
     def release_drafter(self, sequence_id: str) -> None:
         """``Drafter.release``: the sequence is gone."""
-        if self.drafter is not None:
-            try:
-                self.drafter.release(sequence_id)
-            except Exception as error:
-                self.drop_drafter(error)
+        self._tell(lambda drafter: drafter.release(sequence_id))
 
     def reset_drafter(self) -> None:
         """``Drafter.reset``: a round was interrupted, and every sequence is to be forgotten."""
+        self._tell(lambda drafter: drafter.reset())
+
+    def _tell(self, call: Callable[[Drafter], None]) -> None:
         if self.drafter is not None:
             try:
-                self.drafter.reset()
+                call(self.drafter)
             except Exception as error:
                 self.drop_drafter(error)
 

@@ -8,16 +8,15 @@ Nothing here reads a tensor on the host, so on a GPU a program is recorded once 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..drafters.model import ModelDrafter
+from ..drafters.base import DeviceDrafter
 from ..drafters.pen import draft_keys, draw_tokens
-from ..machine.runner import ModelRunner
+from ..machine.model_runner import DeviceRunner
 from ..maths.distribution import probabilities
 from ..maths.inner import PLAIN, Inner
 from ..maths.noise import Keys
@@ -29,24 +28,7 @@ from ..types import Draw
 from .device_rows import DeviceRows, Kind
 from .judge import decide_mixed, targets_of
 
-__all__ = ["DeviceRunner", "Logprobs", "Programs", "Shape"]
-
-
-@runtime_checkable
-class DeviceRunner(ModelRunner, Protocol):
-    """A runner that can also be told its rows' lengths by a tensor on the device, without the host knowing them."""
-
-    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
-        """Logits [R, keep, V] of tokens [R, N] in rows 0 .. R-1 behind lengths [R] keys.
-
-        No running row gets past ``bound`` keys; an idle one may, and what it computes then may be anything.
-        """
-
-    def brief(self) -> AbstractContextManager[None]:
-        """Inside, a forward may do as little as it takes to have run every kernel once."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """What is launched inside may run at the same time as something else on the device."""
+__all__ = ["Logprobs", "Programs", "Shape"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +56,7 @@ class Programs:
         self,
         state: DeviceRows,
         target: DeviceRunner,
-        drafter: ModelDrafter | None,
+        drafter: DeviceDrafter | None,
         most: int,
         inner: Inner = PLAIN,
         *,
@@ -104,7 +86,7 @@ class Programs:
     @property
     def draft_runner(self) -> DeviceRunner:
         assert self._drafter is not None
-        return self._drafter.runner  # type: ignore[return-value]  # see ``opening.open_captured``
+        return self._drafter.device_runner
 
     def q(self, rows: int, gamma: int) -> Tensor:
         """[R, N, V], the place for the draft's distributions."""

@@ -6,6 +6,7 @@ Knows: the calls, and what of them follows from ``forward`` alone. Does not know
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from ..maths.tree import Topology
 from .kvcache import Slab
 from .pieces import Pieces, check_pieces
 
-__all__ = ["ModelRunner", "check_rows"]
+__all__ = ["DeviceRunner", "ModelRunner", "check_rows"]
 
 
 class ModelRunner(Protocol):
@@ -27,6 +28,8 @@ class ModelRunner(Protocol):
     device: torch.device  # where tokens go in and logits come out
     dtype: torch.dtype
     max_len: int
+    #: runs on kernels with threads of their own, on whose cores torch's would wait in a busy loop
+    own_threads: bool = False
 
     @property
     def inner(self) -> Inner:
@@ -77,6 +80,36 @@ class ModelRunner(Protocol):
         for at in range(0, last, chunk):
             self.read([(row, tokens[at : at + chunk])], logits=False)
         return self.read([(row, tokens[last:])])[:, None]
+
+    def on_device(self) -> DeviceRunner | None:
+        """This runner, if its rounds can be captured."""
+        return None
+
+
+class DeviceRunner(ModelRunner, Protocol):
+    """A runner that can also be told its rows' lengths by a tensor on the device, without the host knowing them."""
+
+    #: contexts that captured rounds are made for, beside the slab's capacity; see ``device_forward``
+    BOUNDS: tuple[int, ...] = (2048, 16384, 131072)
+    #: runs on kernels that are compiled beforehand; capturing a model's own modules takes ten times as long
+    compiled: bool = False
+
+    def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
+        """Logits [R, keep, V] of tokens [R, N] in rows 0 .. R-1 behind lengths [R] keys.
+
+        No running row gets past ``bound`` keys; an idle one may, and what it computes then may be anything.
+        """
+
+    def brief(self) -> AbstractContextManager[None]:
+        """Inside, a forward may do as little as it takes to have run every kernel once. Here that is all of it."""
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is launched inside may run at the same time as something else on the device."""
+        return nullcontext()
+
+    def on_device(self) -> DeviceRunner | None:
+        return self
 
 
 def check_rows(slab: Slab, rows: slice, count: int, lengths: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,10 @@ from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
 from .attention import evaluating, lend, lock_of, wants_grouped
 from .kvcache import MARGIN, Slab
-from .model_runner import ModelRunner, check_rows
+from .model_runner import DeviceRunner, ModelRunner, check_rows
 from .packing import lend_packed, pack
 from .pieces import Pieces, batches, check_pieces
-from .watch import Watch, newly_watched
+from .watch import Watch, Watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,11 +75,10 @@ def context_limit(config: Any) -> int | None:
     return int(limit) if limit else None
 
 
-class EagerRunner(ModelRunner):
+class EagerRunner(Watched, DeviceRunner):
     """Any Hugging Face causal LM over the slab, through its own modules, under ``torch.inference_mode``."""
 
     inner: Inner = PLAIN
-    BOUNDS: tuple[int, ...] = (2048, 16384, 131072)  # contexts that recorded rounds are made for, see ``bound``
 
     def __init__(
         self, model: PreTrainedModel, *, rows: int = 1, max_len: int = 2048, margin: int = MARGIN, probe: bool = True
@@ -120,7 +119,7 @@ class EagerRunner(ModelRunner):
         self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         self._watch: Watch | None = None
         self._one_at_a_time = lock_of(model)
-        self._layers = int(config.num_hidden_layers)
+        self.depth = int(config.num_hidden_layers)
         if probe:
             self.probe()
 
@@ -192,13 +191,9 @@ class EagerRunner(ModelRunner):
         mask = self._masks(slots, None, -1, bound - width, None)
         return self._run(tokens, mask, slots.clamp(max=self._last_position), keep)
 
-    def brief(self) -> AbstractContextManager[None]:
-        """Inside, a forward may do as little as it takes to have run every kernel once. Here that is all of it."""
-        return nullcontext()
-
-    def beside(self) -> AbstractContextManager[None]:
-        """What is launched inside may run at the same time as something else on the device."""
-        return nullcontext()
+    def on_device(self) -> DeviceRunner | None:
+        """See ``ModelRunner``: one recording cannot run on several devices."""
+        return self if len(set((getattr(self.model, "hf_device_map", None) or {}).values())) < 2 else None
 
     def _run(
         self,
@@ -231,26 +226,32 @@ class EagerRunner(ModelRunner):
             return logits if limited else logits[:, keep]
         return logits if keep is None else logits[:, -keep:]
 
-    # -- hidden states, for drafters that read them
+    # -- for drafters that read the target (``drafters.base.TargetView``)
 
-    def watch(self, layers: Sequence[int]) -> None:
-        """From now on keep the hidden states behind these decoder layers beside every token's keys.
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
 
-        They are stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry them along.
-        """
-        wanted = newly_watched(layers, self._watch.layers if self._watch is not None else ())
-        if wanted is not None:
-            self.slab.start_features()
-            self._watch = Watch(self.model, wanted)
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
-    def features(self, row: int, start: int, stop: int) -> Tensor:
-        """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""
-        return self.slab.layers[self._layers].keys[row, 0, start:stop]  # type: ignore[no-any-return]
+    @property
+    def embedding(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding[tokens]
+
+    def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
+        self.slab.start_features()
+        self._watch = Watch(self.model, layers)
 
     def _keep_features(self) -> None:
         if self._watch is not None:
             found = self._watch.take()[:, None]  # [R, 1, N, F]
-            self.slab.update(found, found[..., :0], self._layers)
+            self.slab.update(found, found[..., :0], self.depth)
 
     @torch.inference_mode()
     def probe(self) -> None:

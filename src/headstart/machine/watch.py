@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidParameter, ModelRefused
+from .kvcache import Slab
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Watch", "check_layers", "decoder_layers", "newly_watched"]
+__all__ = ["Watch", "Watched", "decoder_layers"]
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -33,18 +34,38 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def check_layers(layers: Sequence[int], count: int) -> None:
+def _check_layers(layers: Sequence[int], count: int) -> None:
     """Refuse layers that a stack of ``count`` does not have, and none at all."""
     if not layers or not all(0 <= layer < count for layer in layers):
         raise InvalidParameter("layers", f"must lie in 0 .. {count - 1}, not {list(layers)}")
 
 
-def newly_watched(layers: Sequence[int], watched: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The layers that a runner is to watch from now on; None if it does. It cannot change what it watches."""
-    wanted = tuple(layers)
-    if watched and watched != wanted:
-        raise ValueError(f"this runner already watches layers {watched}")
-    return None if watched == wanted else wanted
+class Watched:
+    """A runner's side of it: what was caught is kept beside every token's keys, for drafters that read it.
+
+    It is stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry it along.
+    """
+
+    slab: Slab
+    depth: int  # decoder layers
+    watched: tuple[int, ...] = ()
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on keep the hidden states behind these decoder layers. That cannot be changed afterwards."""
+        wanted = tuple(layers)
+        if self.watched and self.watched != wanted:
+            raise ValueError(f"this runner already watches layers {self.watched}")
+        _check_layers(wanted, self.depth)
+        if not self.watched:
+            self._keep_from_now_on(wanted)
+            self.watched = wanted
+
+    def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+    def features(self, row: int, start: int, stop: int) -> Tensor:
+        """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""
+        return self.slab.layers[self.depth].keys[row, 0, start:stop]  # type: ignore[no-any-return]
 
 
 class Watch:
@@ -53,7 +74,7 @@ class Watch:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         stack = decoder_layers(model)
         self.layers = tuple(layers)
-        check_layers(self.layers, len(stack))
+        _check_layers(self.layers, len(stack))
         self._caught: dict[int, Tensor] = {}
         self._hooks = [stack[layer].register_forward_hook(partial(self._catch, layer)) for layer in set(self.layers)]
 

@@ -24,8 +24,8 @@ from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab, SlabLayer
 from ..model_runner import ModelRunner, check_rows
 from ..pieces import Pieces, check_pieces
-from ..watch import check_layers, newly_watched
-from .library import CallRecord, LayerRecord, ModelRecord, kernels, pool
+from ..watch import Watched
+from .library import CallRecord, LayerRecord, MatrixRecord, ModelRecord, kernels, pool
 from .pace import Pace
 from .packed import Packed
 from .sampling import inner_for
@@ -38,11 +38,12 @@ __all__ = ["CpuRunner"]
 _PROBE_LENGTH = 12
 
 
-class CpuRunner(ModelRunner):
+class CpuRunner(Watched, ModelRunner):
     """A ``ModelRunner`` on the CPU's own kernels. Logits are float32, keys and values half floats."""
 
     device = torch.device("cpu")
     dtype = torch.float32
+    own_threads = True
 
     def __init__(
         self,
@@ -59,9 +60,9 @@ class CpuRunner(ModelRunner):
         plan = packed.plan
         self.packed, self.model = packed, model
         self.vocab_size, self.max_len = plan.vocab, max_len
+        self.depth, self.hidden_size = plan.layers, plan.hidden
         self._pace = Pace(threads)
         self.slab = Slab(rows, max_len, margin=margin)
-        self._watched: tuple[int, ...] = ()
         self._watch_numbers: ctypes.Array[ctypes.c_int32] | None = None
         like = torch.empty(1, plan.kv_heads, 1, plan.head_dim, dtype=torch.float16)
         for _ in range(plan.layers):
@@ -190,27 +191,21 @@ class CpuRunner(ModelRunner):
     def threads(self, most: int) -> None:
         self._pace = Pace(most)
 
-    # -- hidden states, for drafters that read them
+    # -- for drafters that read the target (``drafters.base.TargetView``)
 
-    def watch(self, layers: Sequence[int]) -> None:
-        """From now on keep the hidden states behind these decoder layers beside every token's keys.
+    @property
+    def embedding(self) -> MatrixRecord:
+        return self.packed.matrix("embedding")
 
-        They are stored as one layer more of the slab, so rollback, trees, row swaps and warm prefixes carry them along.
-        """
-        wanted, plan = newly_watched(layers, self._watched), self.packed.plan
-        if wanted is None:
-            return
-        check_layers(wanted, plan.layers)
-        features = self.slab.add_features(torch.empty(1, 1, 1, len(wanted) * plan.hidden))
-        self._watched = wanted
-        self._watch_numbers = (ctypes.c_int32 * len(wanted))(*wanted)
-        self._call.watched = len(wanted)
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.packed.rows("embedding", tokens.flatten()).view(*tokens.shape, -1)
+
+    def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
+        features = self.slab.add_features(torch.empty(1, 1, 1, len(layers) * self.hidden_size))
+        self._watch_numbers = (ctypes.c_int32 * len(layers))(*layers)
+        self._call.watched = len(layers)
         self._call.watch = ctypes.addressof(self._watch_numbers)
         self._call.features = features.data_ptr()
-
-    def features(self, row: int, start: int, stop: int) -> Tensor:
-        """What ``watch`` kept of the tokens in a row's slots start .. stop - 1: [stop - start, F], a view."""
-        return self.slab.layers[self.packed.plan.layers].keys[row, 0, start:stop]  # type: ignore[no-any-return]
 
     # -- self-test
 

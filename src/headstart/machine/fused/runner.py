@@ -17,7 +17,6 @@ from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..model_runner import ModelRunner
 from ..runner import EagerRunner
-from ..watch import check_layers, newly_watched
 from .lower import lower
 from .model import FusedModel
 from .plan import BOUNDS
@@ -32,7 +31,7 @@ class FusedRunner(EagerRunner):
 
     BOUNDS = BOUNDS
     read = ModelRunner.read
-    _watched: tuple[int, ...] = ()
+    compiled = True
 
     def __init__(
         self,
@@ -56,18 +55,12 @@ class FusedRunner(EagerRunner):
         self.quantization = quantization
         self.fused = FusedModel(weights, cache, draft=draft)
 
-    def watch(self, layers: Sequence[int]) -> None:
-        """See ``EagerRunner.watch``."""
-        wanted = newly_watched(layers, self._watched)
-        if wanted is None:
-            return
-        check_layers(wanted, len(self.fused.weights.layers))
-        width = len(wanted) * self.fused.weights.hidden
+    def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
+        width = len(layers) * self.fused.weights.hidden
         features = self.slab.add_features(
             torch.empty(1, 1, 1, width, device=self.device, dtype=self.fused.weights.dtype)
         )
-        self.fused.keep_features(wanted, features[:, 0])
-        self._watched = wanted
+        self.fused.keep_features(layers, features[:, 0])
 
     @torch.inference_mode()
     def forward(
