@@ -250,7 +250,7 @@ class Attention:
         self.floor = 4 * rows * context * s.kv_heads * s.head_dim / BANDWIDTH
 
     def launch(self, chunk: int, keys: int, warps: int, stages: int, queries: int, one: int) -> None:
-        t = AttentionTile(chunk, keys, warps, stages, stages, queries, one)
+        t = AttentionTile(chunk, keys, warps, stages, stages, queries, max(queries, 64), one)
         s, splits = self.shape, -(-self.bound // t.chunk)
         part = torch.empty(self.query.shape[0], s.heads, splits, s.head_dim, device="cuda")
         stats = torch.empty(self.query.shape[0], s.heads, splits, 2, device="cuda")

@@ -6,7 +6,9 @@ Needs Triton, but no GPU: kernels are neither compiled nor run, only their launc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,9 +65,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(fused, "available", lambda: None)
     yield found
     from headstart.machine.fused import kernels_attention, kernels_draft, kernels_matmul, kernels_pointwise
+    from headstart.machine.fused import kernels_rounded as rounded
 
     # What was never compiled must not be found.
-    forget(kernels_attention, kernels_draft, kernels_matmul, kernels_matmul.stream, kernels_pointwise)
+    forget(kernels_attention, kernels_draft, kernels_matmul, kernels_matmul.stream, kernels_pointwise, rounded)
 
 
 def fixed(model: Any) -> set[int]:
@@ -75,13 +78,19 @@ def fixed(model: Any) -> set[int]:
     return {x.data_ptr() for x in (*tensors, model.weights.norm)}
 
 
-@torch.inference_mode()
 def launches(model: Any, log: list[Launch], rows: int, width: int, first: int) -> list[Launch]:
-    """The launches of a forward, with a 0 in place of what it makes anew."""
+    """The launches of a forward."""
+    tokens, lengths = torch.zeros(rows, width, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    return launched(model, log, partial(model.forward, tokens, lengths, first_row=first))
+
+
+@torch.inference_mode()
+def launched(model: Any, log: list[Launch], work: Callable[[], Any]) -> list[Launch]:
+    """What it launches, with a 0 in place of what it makes anew."""
     log.clear()
-    known, tokens = fixed(model), torch.zeros(rows, width, dtype=torch.int64)
+    known = fixed(model)
     with _Zeros():  # type: ignore[no-untyped-call]
-        model.forward(tokens, torch.zeros(rows, dtype=torch.int64), first_row=first)
+        work()
 
     def told(x: Any) -> Any:
         address = isinstance(x, int) and x > 1 << 24
@@ -113,6 +122,69 @@ def test_they_are_the_layers_own(
     used = {x for one in own for _, values in one for x in values}
     weights = {x.data_ptr() for layer in model.weights.layers for x in layer.tensors}
     assert weights <= used  # else a wrong layer's weights would not be noticed
+
+
+@pytest.mark.parametrize("rounding", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-bias-llama3", "mistral", "qwen2", "qwen3"])
+def test_between_a_prompts_products_they_are_the_layers_own(
+    name: str, rounding: str | None, log: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one row, of several rows that are equally long, and of pieces of any rows."""
+    model = fused.fuse(build(name, dtype=torch.bfloat16), rows=3, capacity=640, quantization=rounding)
+    works: list[Callable[[], list[Launch]]] = [
+        partial(launches, model, log, *shape) for shape in ((1, 70, 2), (2, 20, 1))
+    ]
+    for pieces in ([(2, 4, [0] * 40), (0, 9, [0])], [(1, 0, [0] * 33)]):
+        works.append(partial(launched, model, log, partial(model.read, pieces)))
+    made_again: list[Any] = []
+    again = _Launches.again
+    monkeypatch.setattr(_Launches, "again", lambda *given: (made_again.append(given), again(*given))[1])
+    repeated = [work() for work in works]
+    # Of four layers: seven norms behind a sum, four times the heads (in kinds), four times the gates.
+    between = 6 + 4 - len({layer.kind for layer in model.weights.layers}) + 3
+    spelt_out = 0 if rounding is None else 4 * 2
+    assert len(made_again) >= len(works) * (between + spelt_out)
+    monkeypatch.setattr(Repeats, "do", lambda self, kind, work, own: work())
+    own = [work() for work in works]
+    assert repeated == own
+    used = {x for _, values in own[2] for x in values}
+    gains = {x.data_ptr() for layer in model.weights.layers for x in (layer.input_norm, layer.post_norm)}
+    assert gains | {x.data_ptr() for pair in model.cache for x in pair} <= used
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(("name", "rounding"), [("smollm", None), ("qwen2", None), ("llama", "int8")])
+def test_nothing_is_compiled_while_prompts_are_read(
+    name: str, rounding: str | None, draft: bool, log: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.engine.captured import CapturedRounds
+    from headstart.machine.fused.runner import FusedRunner
+
+    runner = FusedRunner(
+        build(name, dtype=torch.bfloat16), rows=36, max_len=96, margin=40, draft=draft, quantization=rounding
+    )
+    runner.watch([0, 1])
+    asked: list[str] = []
+    compiled = triton.JITFunction._do_compile
+    monkeypatch.setattr(
+        triton.JITFunction, "_do_compile", lambda *given: (asked.append(given[0].__name__), compiled(*given))[1]
+    )
+    rounds = CapturedRounds(runner, None, vocab_size=211, lengths=(0,))
+    with torch.inference_mode(), _Zeros():  # type: ignore[no-untyped-call]
+        for body in rounds.rehearsed():
+            body()
+    assert "_attend_kernel" in asked
+    assert runner.slab.lengths == [0] * 36
+    asked.clear()
+    random_ = random.Random(2)
+    for count in (1, 1, 1, 2, 2, 3, 5, 8, 9, 16, 17, 32, 33, 36):
+        for row in range(36):
+            runner.slab.truncate(row, 0)
+        for _ in range(2):  # behind nothing, and behind what the first read
+            rows = random_.sample(range(36), count)
+            with _Zeros():  # type: ignore[no-untyped-call]
+                runner.read([(row, [0] * random_.choice((1, 2, random_.randint(3, 48)))) for row in rows])
+    assert asked == []
 
 
 class Kernel:

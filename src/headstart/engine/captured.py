@@ -36,6 +36,7 @@ KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _FEW_LENGTHS = (0, 1, 3, 6, 12, 24, 48)
 _PREFILLS = (64, 24, 12, 3)  # prompt lengths of every class of kernels
+_TOGETHER = (1, 2, 3, 9, 17, 33)  # how many prompts are read together: again of every class
 _KEPT = (9, 17)  # and logits of so many tokens of a prompt, more than one
 
 
@@ -317,6 +318,8 @@ class CapturedRounds:
         for runner in runners:
             for width in _PREFILLS:
                 yield partial(self._briefly, runner, partial(_read_zeros, runner, width))
+            for rows in sorted({min(rows, runner.slab.rows) for rows in _TOGETHER}):
+                yield partial(self._briefly, runner, partial(_read_together, runner, rows))
         # Guesses from the host may come with the end of a prompt, and are judged in the forward that reads it.
         for keep in _KEPT if not self.drafting else ():
             if keep <= self.lengths[-1] + 1:
@@ -370,6 +373,14 @@ class CapturedRounds:
 def _read_zeros(runner: DeviceRunner, width: int, keep: int = 1) -> None:
     tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
     runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
+
+
+def _read_together(runner: DeviceRunner, rows: int) -> None:
+    """The first prompt by itself is too long for the kernels that decode."""
+    before = runner.slab.lengths[:rows]
+    runner.read([(row, [0] * (1 if row else min(_PREFILLS[0], runner.max_len))) for row in range(rows)])
+    for row, length in enumerate(before):
+        runner.slab.truncate(row, length)
 
 
 def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:

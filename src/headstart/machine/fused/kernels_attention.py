@@ -21,7 +21,7 @@ from .kernels_blocks import done, wait
 from .launching import launch
 from .plan import AttentionTile, pieces, power_of_two
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_tiles"]
 
 _LOG2E = 1.4426950408889634
 
@@ -68,7 +68,8 @@ def _ask_chunk(
 def _attend_kernel(
     query, keys, values, out, part, stats, lengths, ancestors, depths, width, capacity, splits, window, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """To out [tokens, HEADS, D]; where SPLIT, to part [tokens, HEADS, splits, D] and stats [.., splits, 2]."""
     G: tl.constexpr = HEADS // KV
@@ -76,16 +77,22 @@ def _attend_kernel(
     row = tl.program_id(1) // KV
     kv = tl.program_id(1) % KV
     start = split * CHUNK
-    if PDL:
+    if PDL and not RAGGED:
         _ask_chunk(keys, values, lengths, row, kv, start, capacity, KV, D, DP, CHUNK)
     wait(PDL)
     t = tl.program_id(2) * BQ + tl.arange(0, BQ)  # the tile's queries: token t // G, head t % G of the group
     i = t // G
-    length, low, high = _reach(lengths, row, width, (tl.program_id(2) * BQ + BQ - 1) // G, window, TREE, WINDOW)
+    if RAGGED:
+        tile = lengths + row * 4
+        row, first, width = tl.load(tile), tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
+        length, low, high = _reach(tile + 1, 0, width, width, window, TREE, WINDOW)
+    else:
+        first = row * width
+        length, low, high = _reach(lengths, row, width, (tl.program_id(2) * BQ + BQ - 1) // G, window, TREE, WINDOW)
     if (start < high) & (start + CHUNK > low):
         d = tl.arange(0, DP)
         live = i < width
-        token = row * width + i
+        token = first + i
         head = kv * G + t % G
         inside = live[:, None] & (d < D)[None, :]
         q_at = (token * HEADS + head)[:, None] * D + d[None, :]
@@ -94,6 +101,8 @@ def _attend_kernel(
         if TREE:
             bits = tl.load(ancestors + token, mask=live, other=0)
             position = length + tl.load(depths + token, mask=live, other=0).to(tl.int32)
+        elif RAGGED:
+            position = length + tl.minimum(i, width - 1)  # padding sees what the last token sees
         else:
             position = length + i
         top = tl.full([BQ], float("-inf"), tl.float32)
@@ -314,11 +323,11 @@ def attend(
     else:
         bits, depths = tree if tree is not None else (lengths, lengths)
         # Few tokens: one size for all, so that a token's sums are the same alone and among others.
-        tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), 64 if d <= 128 else 32)
+        tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), t.most)
         launch(
             _attend_kernel, (splits, rows * kv, pieces(group * width, tile)),
             query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0,
-            scale * _LOG2E, BQ=tile, TREE=tree is not None, **cut, **common,
+            scale * _LOG2E, BQ=tile, TREE=tree is not None, RAGGED=False, **cut, **common,
         )  # fmt: skip
     if splits > 1:
         launch(
@@ -326,3 +335,30 @@ def attend(
             out, part, stats, lengths, width, splits, window or 0, CHUNK=t.chunk, GROUP=16, TREE=tree is not None,
             num_warps=4, **common,
         )  # fmt: skip
+
+
+def attend_tiles(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    out: Tensor,
+    tiles: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    t: AttentionTile,
+    pdl: int,
+) -> None:
+    """The same for tokens of any rows, as many of each as there may be; a token's sums are the same in any company.
+
+    ``tiles`` [n, 4] int64: a row, the slot of a token there, that token's number in ``query``, and how many tokens of
+    the row stand there from it on, at most as many as ``t.packed`` says. ``cache``: all rows.
+    """
+    keys, values = cache
+    (heads, d), (kv, capacity) = query.shape[1:], keys.shape[1:3]
+    launch(
+        _attend_kernel, (1, len(tiles) * kv),
+        query, keys, values, out, out, out, tiles, tiles, tiles, 0, capacity, 1, window or 0, scale * _LOG2E,
+        HEADS=heads, KV=kv, D=d, DP=power_of_two(d), BQ=t.packed(heads // kv)[0], BK=t.keys, CHUNK=1 << 30, SPLIT=False,
+        TREE=False, RAGGED=True, WINDOW=window is not None, PDL=pdl, num_warps=t.warps, num_stages=t.deep,
+        **{"launch_pdl": True} if pdl else {},
+    )  # fmt: skip

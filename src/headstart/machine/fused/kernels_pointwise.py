@@ -57,11 +57,25 @@ def _norm_kernel(x, add, gain, out, eps, H: tl.constexpr, BH: tl.constexpr, ADD:
     tl.store(out + m * H + h, (value * scale * g).to(out.dtype.element_ty), mask=h < H)
 
 
+@triton.jit
+def _place(lengths, m, width, RAGGED: tl.constexpr):
+    """Of token m: its row, the keys there before this step, and its slot. Ragged: lengths [M, 2] has row and slot."""
+    if RAGGED:
+        row = tl.load(lengths + 2 * m).to(tl.int64)
+        slot = tl.load(lengths + 2 * m + 1).to(tl.int64)
+        length = slot  # only trees ask for it
+    else:
+        row = (m // width).to(tl.int64)
+        length = tl.load(lengths + m // width).to(tl.int64)
+        slot = length + m % width
+    return row, length, slot
+
+
 @triton.jit(do_not_specialize=["width", "capacity"])
 def _rotate_kernel(
     qkv, q_gain, k_gain, query, keys, values, cos, sin, lengths, depths, width, capacity, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
-    TREE: tl.constexpr, PDL: tl.constexpr,
+    TREE: tl.constexpr, RAGGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     m = tl.program_id(0)
@@ -81,8 +95,7 @@ def _rotate_kernel(
             scale = tl.rsqrt(tl.sum(a * a + b * b, axis=0) / D + eps)
             a = a * scale * tl.load(gain + ca, mask=real, other=0.0).to(tl.float32)
             b = b * scale * tl.load(gain + cb, mask=real, other=0.0).to(tl.float32)
-    length = tl.load(lengths + m // width).to(tl.int64)
-    slot = length + m % width
+    row, length, slot = _place(lengths, m, width, RAGGED)
     if head < HEADS + KV:
         position = slot
         if TREE:
@@ -92,7 +105,6 @@ def _rotate_kernel(
         s = tl.load(sin + position * HALF + i, mask=real, other=0.0)
         a, b = a * c - b * s, b * c + a * s
     kind = keys.dtype.element_ty
-    row = (m // width).to(tl.int64)
     if head < HEADS:
         base = query + (m.to(tl.int64) * HEADS + head) * D
         tl.store(base + ca, a.to(kind), mask=real)
@@ -118,11 +130,14 @@ def _swiglu_kernel(gate_up, out, F, BF: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["width", "capacity", "offset"])
-def _remember_kernel(x, features, lengths, width, capacity, offset, H: tl.constexpr, F: tl.constexpr, BH: tl.constexpr):
+def _remember_kernel(
+    x, features, lengths, width, capacity, offset, H: tl.constexpr, F: tl.constexpr, BH: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0)
     h = tl.arange(0, BH)
-    slot = tl.load(lengths + m // width).to(tl.int64) + m % width
-    at = ((m // width) * capacity + slot) * F + offset
+    row, _, slot = _place(lengths, m, width, RAGGED)
+    at = (row * capacity + slot) * F + offset
     value = tl.load(x + m * H + h, mask=h < H, other=0.0)
     tl.store(features + at + h, value, mask=(h < H) & (slot < capacity))
 
@@ -183,7 +198,10 @@ def rotate(
     eps: float,
     pdl: int,
 ) -> None:
-    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored."""
+    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored.
+
+    ``width``: tokens a row, behind ``lengths`` [R] keys. 0: ``lengths`` [M, 2] has each token's row and slot.
+    """
     keys, values = cache
     heads, kv, d = query.shape[1], keys.shape[1], keys.shape[3]
     q_gain, k_gain = gains if gains is not None else (qkv, qkv)
@@ -191,18 +209,21 @@ def rotate(
         _rotate_kernel, (qkv.shape[0], heads + 2 * kv),
         qkv, q_gain, k_gain, query, keys, values, rotary[0], rotary[1], lengths,
         lengths if depths is None else depths, width, keys.shape[2], eps, HEADS=heads, KV=kv, D=d,
-        HP=power_of_two(d // 2), TURN=rotary[2], NORM=gains is not None, TREE=depths is not None, num_warps=1,
-        **_overlap(pdl),
+        HP=power_of_two(d // 2), TURN=rotary[2], NORM=gains is not None, TREE=depths is not None, RAGGED=width == 0,
+        num_warps=1, **_overlap(pdl),
     )  # fmt: skip
 
 
 def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset: int) -> None:
-    """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys."""
+    """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys.
+
+    ``width``, ``lengths``: see ``rotate``.
+    """
     rows, hidden = x.shape
     launch(
         _remember_kernel, (rows,),
         x, features, lengths, width, features.shape[1], offset, H=hidden, F=features.shape[2], BH=power_of_two(hidden),
-        num_warps=_warps(hidden),
+        RAGGED=width == 0, num_warps=_warps(hidden),
     )  # fmt: skip
 
 

@@ -7,11 +7,11 @@ Knows: how rounded weights lie in memory (``rounding``). Does not know: what the
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launching import launch
 from .plan import pieces
 from .rounding import GROUP, MINIMUM_UP, SCALE_UP, Matrix
 
@@ -44,16 +44,14 @@ def _halves_kernel(data, scales, out, inputs, SCALE_UP: tl.constexpr, MINIMUM_UP
     tl.store(at + 16, ((q >> 4).to(tl.float32) * scale + minimum).to(kind), mask=mask)
 
 
-def spell_out(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """``matrix.floats(dtype)`` in one pass over the memory."""
+def spell_out(matrix: Matrix, out: Tensor) -> None:
+    """out [outputs, inputs] = ``matrix.floats(out.dtype)``, in one pass over the memory."""
     assert matrix.scales is not None
     assert GROUP == 32
     outputs, inputs = matrix.shape
-    out = torch.empty(outputs, inputs, dtype=dtype, device=matrix.data.device)
     grid = (outputs, pieces(matrix.data.shape[1], _BLOCK))
     if matrix.bits == 8:
-        _bytes_kernel[grid](matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK)
+        launch(_bytes_kernel, grid, matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK)
     else:
         ups = {"SCALE_UP": SCALE_UP, "MINIMUM_UP": MINIMUM_UP}
-        _halves_kernel[grid](matrix.data, matrix.scales, out, inputs, BLOCK=_BLOCK, **ups)
-    return out
+        launch(_halves_kernel, grid, matrix.data, matrix.scales, out, inputs, **ups, BLOCK=_BLOCK)

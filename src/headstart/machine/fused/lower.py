@@ -55,6 +55,10 @@ class Layer:
         return tuple(part for part in parts if part is not None)
 
     @cached_property
+    def head_norms(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in (self.q_norm, self.k_norm) if x is not None)
+
+    @cached_property
     def kind(self) -> tuple[object, ...]:
         """What two layers have in common where every kernel can take the one for the other."""
         absent = tuple(x is None for x in (self.qkv_bias, self.q_norm, self.k_norm, self.o_bias))

@@ -5,7 +5,7 @@ who owns a row.
 
 Nothing here reads a device tensor on the host, and no launch depends on a value on the device, so a forward (or a
 whole round of them) can be captured in a CUDA graph. Up to 32 tokens take the skinny products (weights at memory
-speed, see ``kernels_matmul``); more take cuBLAS.
+speed, see ``kernels_matmul``); more take cuBLAS, and so do prompts of several rows together (``read``).
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels_attention import attend
+from .kernels_attention import attend, attend_tiles
 from .kernels_draft import attend_alone, join_residual
 from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
 from .kernels_pointwise import embed, norm, remember, rotate, swiglu
-from .kernels_rounded import spell_out
 from .launching import Repeats
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
-from .rounding import Matrix
+from .products import Products
+from .ragged import Packed, pack
 from .whole import open_whole
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
@@ -59,17 +58,23 @@ def pack_ancestors(ancestors: Tensor) -> Tree:
 class _Step:
     """One forward's shape and place."""
 
-    rows: int
-    width: int
-    first: int  # first row of the cache
-    lengths: Tensor  # [R]
-    tree: Tree | None
-    bound: int  # no row has more keys than this, the new ones included
-    work: tuple[Tensor, Tensor] | None  # for split attention
+    rows: int  # or pieces, where packed
+    width: int  # 0: packed
+    lengths: Tensor  # [R], or where packed the tokens' places [T, 2]
+    first: int = 0  # first row of the cache
+    tree: Tree | None = None
+    bound: int = 0  # no row has more keys than this, the new ones included
+    work: tuple[Tensor, Tensor] | None = None  # for split attention
+    packed: Packed | None = None  # any tokens of any rows
 
     @property
     def count(self) -> int:
-        return self.rows * self.width
+        return self.rows * self.width if self.packed is None else len(self.packed.tokens)
+
+    @property
+    def places(self) -> slice:
+        """The rows of the cache that ``lengths`` speaks of."""
+        return slice(self.first, self.first + self.rows) if self.packed is None else slice(None)
 
     @property
     def depths(self) -> Tensor | None:
@@ -163,7 +168,7 @@ class FusedModel:
         work = None
         if bound > self.attention.chunk and width <= _SPLIT_WIDTH:
             work = self._split_buffers(rows * width, -(-bound // self.attention.chunk))
-        step = _Step(rows, width, first_row, lengths.contiguous(), tree, bound, work)
+        step = _Step(rows, width, lengths.contiguous(), first_row, tree, bound, work)
         tokens = tokens.reshape(-1).contiguous()  # a column of a wider tensor stays strided through reshape
         keep = width if keep is None else keep
         if self._in_one(step, keep):
@@ -173,6 +178,17 @@ class FusedModel:
         if skinny_rows(step.count):
             return self._skinny(tokens, step, keep)
         return self._dense(tokens, step, keep)
+
+    @torch.inference_mode()
+    def read(self, pieces: Sequence[tuple[int, int, Sequence[int]]], *, logits: bool = True) -> Tensor:
+        """Logits float32 [P, V] of the last token of each piece (row, live keys there, tokens); [P, 0] if not wanted.
+
+        Rows are any rows of the cache, each once. A piece's attention and norms are the same in any company.
+        """
+        w = self.weights
+        packed = pack(pieces, self.attention.packed(w.heads // w.kv_heads)[1], w.device)
+        step = _Step(len(pieces), 0, packed.places, packed=packed)
+        return self._dense(packed.tokens, step, int(logits)).flatten(1)
 
     def _in_one(self, step: _Step, keep: int) -> bool:
         """Can all layers be one kernel? It needs the whole GPU, and keeps no hidden states."""
@@ -200,19 +216,23 @@ class FusedModel:
         return self._last_logits(at.x, step, keep)
 
     def _places(self, step: _Step) -> _Places:
-        w, count, tiles = self.weights, step.count, self._tiles_for(step.count)
-        parts = {name: -(-w.hidden // tiles[name].rows) for name in ("o", "down")}
+        w, count = self.weights, step.count
+        after_o, after_down = (self._parts(name, count) for name in ("o", "down"))
         return _Places(
             x=self._new(count, w.hidden),
             scaled=self._new(count, w.hidden),
             hidden=self._new(count, w.ffn),
             query=self._new(count, w.heads, w.head_dim),
             attended=self._new(count, w.heads, w.head_dim),
-            first=self._new(count, parts["down"], dtype=torch.float32),
-            after_o=self._new(count, parts["o"], dtype=torch.float32),
-            after_down=self._new(count, parts["down"], dtype=torch.float32),
+            first=self._new(count, after_down, dtype=torch.float32),
+            after_o=self._new(count, after_o, dtype=torch.float32),
+            after_down=self._new(count, after_down, dtype=torch.float32),
             alone=self._alone_buffers(step),
         )
+
+    def _parts(self, name: str, count: int) -> int:
+        """In how many parts the product with this matrix leaves its sum of squares."""
+        return -(-self.weights.hidden // self._tiles_for(count)[name].rows)
 
     def _layer(
         self, layer: Layer, gain: Tensor, cache: tuple[Tensor, Tensor], step: _Step, at: _Places, squares: Tensor
@@ -256,37 +276,43 @@ class FusedModel:
 
     def _dense(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
         w, pdl, count = self.weights, min(self.overlap, 1), step.count
-        x, normed = self._new(count, w.hidden), self._new(count, w.hidden)
-        hidden = self._new(count, w.ffn)
-        query, attended = self._new(count, w.heads, w.head_dim), self._new(count, w.heads, w.head_dim)
-        flat = attended.view(count, -1)
+        x, normed, add = (self._new(count, w.hidden) for _ in range(3))
+        hidden, gate_up = self._new(count, w.ffn), self._new(count, 2 * w.ffn)
+        qkv = self._new(count, w.layers[0].qkv.shape[0])
+        query, attended = (self._new(count, w.heads, w.head_dim) for _ in range(2))
+        flat, repeats = attended.view(count, -1), Repeats()
+        linear = Products(repeats).linear
         embed(tokens, w.embedding, w.norm, x, None, None, pdl=pdl)
-        add: Tensor | None = None
         for i, layer in enumerate(w.layers):
             cache = self._cache_of(i, step)
-            norm(x, add, layer.input_norm, normed, eps=w.eps, pdl=pdl)
-            self._rotate(self._linear(normed, layer.qkv, layer.qkv_bias), layer, query, cache, step, pdl)
-            self._attend(query, cache, attended, layer, step, self.overlap)  # the kernel that decoding has
-            norm(x, self._linear(flat, layer.o, layer.o_bias), layer.post_norm, normed, eps=w.eps, pdl=pdl)
-            swiglu(self._linear(normed, layer.gate_up), hidden)
-            add = self._linear(hidden, layer.down)
+            first = partial(norm, x, add if i else None, layer.input_norm, normed, eps=w.eps, pdl=pdl)
+            repeats.do(("norm", i > 0), first, (layer.input_norm,))
+            linear(normed, layer.qkv, qkv, layer.qkv_bias)
+            heads = partial(self._heads, qkv, query, attended, layer, cache, step, pdl)
+            repeats.do(layer.kind, heads, (*cache, *layer.head_norms))
+            linear(flat, layer.o, add, layer.o_bias)
+            second = partial(norm, x, add, layer.post_norm, normed, eps=w.eps, pdl=pdl)
+            repeats.do(("norm", True), second, (layer.post_norm,))
+            linear(normed, layer.gate_up, gate_up)
+            repeats.do("swiglu", partial(swiglu, gate_up, hidden), ())
+            linear(hidden, layer.down, add)
             if any(i == kept for kept, _ in self.kept):
                 self._remember(i, x + add, step)
-        assert add is not None
         return self._last_logits(x.add_(add), step, keep)
 
-    def _linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-        """A product by cuBLAS. Rounded weights are spelt out first, into memory that the next matrix uses again."""
-        weight = matrix.data if matrix.scales is None else spell_out(matrix, self.weights.dtype)
-        return F.linear(x, weight, bias)
+    def _heads(
+        self, qkv: Tensor, query: Tensor, out: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: _Step, pdl: int
+    ) -> None:
+        """From one product to the next, launches only (see ``Repeats``)."""
+        self._rotate(qkv, layer, query, cache, step, pdl)
+        self._attend(query, cache, out, layer, step, self.overlap)  # the kernel that decoding has
 
     def _remember(self, index: int, x: Tensor, step: _Step) -> None:
         """Store the layer's output x [R * N, H] where a head reads it, if one does."""
         for layer, channel in self.kept:
             if layer == index:
                 assert self._features is not None
-                place = self._features[step.first : step.first + step.rows]
-                remember(x, place, step.lengths, width=step.width, offset=channel)
+                remember(x, self._features[step.places], step.lengths, width=step.width, offset=channel)
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
@@ -302,6 +328,12 @@ class FusedModel:
     def _attend(
         self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, layer: Layer, step: _Step, pdl: int
     ) -> None:
+        if step.packed is not None:
+            scale = self.weights.head_dim**-0.5
+            attend_tiles(
+                query, cache, out, step.packed.tiles, window=layer.window, scale=scale, t=self.attention, pdl=pdl
+            )
+            return
         attend(
             query, cache, out, step.lengths, step.tree, width=step.width, window=layer.window,
             scale=self.weights.head_dim**-0.5, t=self.attention, bound=step.bound, work=step.work, pdl=pdl,
@@ -312,15 +344,29 @@ class FusedModel:
         w = self.weights
         if keep == 0:
             return self._new(step.rows, 0, w.vocab_size, dtype=torch.float32)
-        x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1).contiguous()
+        if step.packed is not None and skinny_rows(step.rows):
+            return self._packed_logits(x, step.packed.last)
+        if step.packed is not None:
+            x = x[step.packed.last]
+        else:
+            x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1).contiguous()
         normed = torch.empty_like(x)
         norm(x, None, w.norm, normed, eps=w.eps, pdl=min(self.overlap, 1))
         return self._head(normed, None, step.rows, keep)
 
+    def _packed_logits(self, x: Tensor, last: Tensor) -> Tensor:
+        """Logits [P, 1, V] of tokens ``last`` [P] of x [T, H], by decoding's own kernels."""
+        w, count = self.weights, len(last)
+        own, scaled = self._new(count, w.hidden), self._new(count, w.hidden)
+        squares = self._new(count, self._parts("down", count), dtype=torch.float32)
+        embed(last, x, w.norm, own, scaled, squares, pdl=self.overlap)
+        return self._head(scaled, squares, count, 1)
+
     def _head(self, x: Tensor, squares: Tensor | None, rows: int, keep: int) -> Tensor:
         w = self.weights
         if not skinny_rows(rows * keep):
-            return self._linear(x, w.head).float().view(rows, keep, -1)
+            out = self._new(rows * keep, w.vocab_size)
+            return Products(Repeats()).linear(x, w.head, out).float().view(rows, keep, -1)
         logits = self._new(rows * keep, w.vocab_size, dtype=torch.float32)
         t = self._tiles_for(rows * keep)["head"]
         matmul(x, w.head, logits, t, bias=None, squares=squares, eps=w.eps, pdl=self.overlap)
@@ -328,7 +374,7 @@ class FusedModel:
 
     def _cache_of(self, index: int, step: _Step) -> tuple[Tensor, Tensor]:
         keys, values = self.cache[index]
-        return keys[step.first : step.first + step.rows], values[step.first : step.first + step.rows]
+        return keys[step.places], values[step.places]
 
     def _split_buffers(self, tokens: int, splits: int) -> tuple[Tensor, Tensor]:
         w = self.weights

@@ -140,22 +140,29 @@ class AttentionTile:
     stages: int  # where there is one row, and it is short ...
     deep: int  # ... and elsewhere
     queries: int  # queries (tokens x heads of a group) in a tile, for steps of up to 32 tokens
+    most: int  # queries in a tile of any step
     one: int  # for a draft's steps of one token a row: keys at a time in the kernel made for them; 0: as any other step
 
     def stages_for(self, rows: int, splits: int) -> int:
         """Changes no sum. What it depends on must not take a value while serving that no recording has."""
         return self.stages if rows == 1 and splits * self.chunk <= _SHORT else self.deep
 
+    def packed(self, group: int) -> tuple[int, int]:
+        """Where rows have different numbers of new tokens: queries in a tile, and the whole tokens that these are."""
+        queries = max(self.most, power_of_two(group))
+        return queries, queries // group
+
 
 def attention_tile(head_dim: int, dtype: torch.dtype, *, draft: bool = False) -> AttentionTile:
     """The tile for heads of this width. ``draft``: latency is all, and one token's sums need not be a wider step's."""
     chunk = 1024 if head_dim <= 64 else 512
-    queries = 64 if head_dim <= 128 else 32
+    most = 64 if head_dim <= 128 else 32
     if dtype == torch.float32:
-        return AttentionTile(chunk, keys=32, warps=4, stages=2, deep=2, queries=queries, one=32 if draft else 0)
+        one = 32 if draft else 0
+        return AttentionTile(chunk, keys=32, warps=4, stages=2, deep=2, queries=most, most=most, one=one)
     if draft:
         one = 256 if head_dim <= 64 else 128
-        return AttentionTile(chunk, keys=64, warps=8, stages=2, deep=2, queries=16, one=one)
+        return AttentionTile(chunk, keys=64, warps=8, stages=2, deep=2, queries=16, most=most, one=one)
     # Heads of 128 on an H200: a fourth stage makes a step 3.5% shorter at 2,000 and 8,000 keys, 0.3% longer at 100.
     stages, deep = (3, 4) if head_dim <= 128 else (2, 2)
-    return AttentionTile(chunk, keys=64, warps=4, stages=stages, deep=deep, queries=queries, one=0)
+    return AttentionTile(chunk, keys=64, warps=4, stages=stages, deep=deep, queries=most, most=most, one=0)

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from ...maths.tree import Topology
 from ..kvcache import MARGIN
 from ..model_runner import ModelRunner
+from ..pieces import Pieces, check_pieces
 from ..runner import EagerRunner
+from .kernels_matmul import skinny_rows
 from .lower import lower
 from .model import FusedModel
 from .plan import BOUNDS
@@ -30,7 +32,6 @@ class FusedRunner(EagerRunner):
     """A ``ModelRunner`` on fused kernels."""
 
     BOUNDS = BOUNDS
-    read = ModelRunner.read
     compiled = True
 
     def __init__(
@@ -82,6 +83,17 @@ class FusedRunner(EagerRunner):
             first_row=rows.start,
             bound=-(-longest // _CHUNK) * _CHUNK,
         )
+
+    def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
+        """See ``ModelRunner.read``. A short piece by itself is read by the kernels that decode."""
+        if not pieces or (len(pieces) == 1 and skinny_rows(len(pieces[0][1]))):
+            return ModelRunner.read(self, pieces, logits=logits)  # by ``forward``
+        check_pieces(self.slab, pieces)
+        lengths = self.slab.lengths
+        found = self.fused.read([(row, lengths[row], tokens) for row, tokens in pieces], logits=logits)
+        for row, tokens in pieces:
+            self.slab.extend(row, tokens)
+        return found
 
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
         """See ``EagerRunner.device_forward``; here only live keys are read, whatever the bound."""
