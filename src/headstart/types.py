@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # these records hold tensors and never compute with them; tor
     import torch
 
 __all__ = [
+    "Advice",
     "Choice",
     "Completion",
     "DraftView",
@@ -93,6 +94,19 @@ class DraftView(Protocol):
     @property
     def seed(self) -> int:
         """The seed in force (drawn at random when the request gave none)."""
+
+
+class Advice(Protocol):
+    """What a drafter may ask the controller, once a round. 0.0: whatever is asked for is worth its time."""
+
+    def least_hope(self) -> float:
+        """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
+
+    def least_chances(self) -> tuple[float, float]:
+        """The same for a token that is drafted already and may still be left out; and ``least_hope``."""
+
+    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """How many tokens that cost time are worth drafting for each sequence, at most ``limits[i]``."""
 
 
 @dataclass(frozen=True)

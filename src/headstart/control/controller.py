@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..config import DraftConfig
-from ..types import DraftView, Proposal, Round
+from ..types import Advice, DraftView, Proposal, Round
 from .adaptive import AdaptiveController
 
 __all__ = ["Controller", "FixedController", "TwoMinds", "controller_for"]
 
 
-class Controller(Protocol):
+class Controller(Advice, Protocol):
     """Chooses draft lengths and learns from what came of them. A round asks ``budgets``, then ``trim``, then tells
     ``observe``."""
 
@@ -30,23 +30,11 @@ class Controller(Protocol):
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
 
-    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        """The same for a drafter whose tokens cost time, whatever the drafter in charge is."""
-
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
         """Cut free, deterministic guesses to what is worth verifying. After drafting."""
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from one round: a record for each of its sequences."""
-
-    def least_hope(self) -> float:
-        """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
-
-    def least_kept(self) -> float:
-        """The same for a token that is drafted already, and now is worth verifying or not."""
-
-    def least_chances(self) -> tuple[float, float]:
-        """Both: ``least_kept`` and ``least_hope``."""
 
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
@@ -85,8 +73,6 @@ class FixedController:
 
     def least_hope(self) -> float:
         return 0.0
-
-    least_kept = least_hope
 
     def least_chances(self) -> tuple[float, float]:
         return 0.0, 0.0
@@ -130,9 +116,6 @@ class TwoMinds:
 
     def least_hope(self) -> float:
         return self._now.least_hope()
-
-    def least_kept(self) -> float:
-        return self._now.least_kept()
 
     def least_chances(self) -> tuple[float, float]:
         return self._now.least_chances()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import InvalidParameter
-from ..types import DraftView, Proposal, Verdict
+from ..types import Advice, DraftView, Proposal, Verdict
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a drafter may do without it
     import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a drafter may do without
 
 __all__ = [
     "ENTRY_POINT_GROUP",
-    "Advice",
     "DeviceDrafter",
     "DraftContext",
     "Drafter",
@@ -76,19 +75,6 @@ class TargetView(Protocol):
     @property
     def inner(self) -> Inner:
         """The loops over the vocabulary that suit the target's device."""
-
-
-class Advice(Protocol):
-    """What a drafter may ask the controller, once a round. 0.0: whatever is asked for is worth its time."""
-
-    def least_hope(self) -> float:
-        """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
-
-    def least_chances(self) -> tuple[float, float]:
-        """The same for a token that is drafted already and may still be left out; and ``least_hope``."""
-
-    def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        """How many tokens that cost time are worth drafting for each sequence, at most ``limits[i]``."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class HeadDrafter(Drafter):
     ) -> None:
         """``least_hope``: a chain ends before the token that is reached with less than this chance, by the head's own
         probabilities; 0: never, None: what suits the device. ``hopes`` is asked for it once a draft, and for the chance
-        below which nothing is drafted behind a token (``Controller.least_kept`` and ``least_hope``, summed over the
+        below which nothing is drafted behind a token (``Advice.least_chances``, summed over the
         rows). ``branch``: above 1 drafts trees, with this many of the likeliest tokens behind a node; the budget then
         counts nodes."""
         _check_shapes(net, target, vocab_size)
