@@ -96,7 +96,7 @@ def speed(
     gc.collect()
     gc.freeze()  # a collection of all that was loaded would be timed as part of some round
     clock, compiled = Clock(), Compiled()
-    llm.engine.listen(clock)
+    listening = llm.listen(clock)
     rounds = llm.engine.parts.captured
     recorded = rounds.recordings if rounds is not None else 0
     started = time.perf_counter()
@@ -104,7 +104,7 @@ def speed(
         llm.generate(ids[at : at + batch], SamplingParams(max_tokens=tokens, seed=at, **settings))
     wall = time.perf_counter() - started
     gc.unfreeze()
-    llm.engine._listeners.remove(clock)
+    listening.close()
     full = clock.decoding(batch)
     seconds = [s for s, _ in full]
     records = [r for _, found in full for r in found]

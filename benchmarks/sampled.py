@@ -122,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     llm = LLM(max_rows=1)
-    llm.engine.listen(ROUNDS.extend)
+    llm.listen(ROUNDS.extend)
     assert llm.tokenizer is not None
     raw: dict[str, list[dict[str, Any]]] = {}
     for turn, (kind, text) in enumerate((k, t) for k in arguments.kinds for t in prompts(arguments.per_kind)[k]):

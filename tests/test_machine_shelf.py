@@ -49,14 +49,14 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_second_load_needs_no_float_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(folder)
-    said, eos = first.generate("some words", PARAMS), first.engine._eos
+    said, eos = first.generate("some words", PARAMS), first.engine._reception.eos
     assert len(copies(folder)) == 1
     forbid_loading(monkeypatch)
     again = opened(folder)
     assert isinstance(again.engine.parts.runner.model, Outline)
     assert again.generate("some words", PARAMS).token_ids == said.token_ids
     assert again.generate("some words", PARAMS).text == said.text
-    assert (again.report, again.engine._eos) == (first.report, eos)
+    assert (again.report, again.engine._reception.eos) == (first.report, eos)
     assert LLM(folder, folder, quantization="int8", max_model_len=64).generate([5, 6], PARAMS).token_ids, "as a draft"
 
 

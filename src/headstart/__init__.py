@@ -12,8 +12,11 @@ TYPE_CHECKING = False  # typing's own, which type checkers know by its name: not
 if TYPE_CHECKING:
     from .api import LLM
     from .drafters.base import DraftContext, Drafter, TargetView
+    from .engine.inbox import Inbox, Reader
+    from .engine.stream import Stream
     from .errors import (
         EngineBusy,
+        EngineStopped,
         GenerationFailed,
         HeadstartError,
         HeadstartWarning,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
         DraftView,
         Piece,
         Proposal,
+        Request,
         Round,
         SamplingParams,
         Stats,
@@ -45,9 +49,11 @@ __all__ = [
     "DraftView",
     "Drafter",
     "EngineBusy",
+    "EngineStopped",
     "GenerationFailed",
     "HeadstartError",
     "HeadstartWarning",
+    "Inbox",
     "InvalidParameter",
     "MissingExtra",
     "ModelNotFound",
@@ -55,10 +61,13 @@ __all__ = [
     "Piece",
     "PromptTooLong",
     "Proposal",
+    "Reader",
+    "Request",
     "Round",
     "SamplingParams",
     "SpeculativeOutput",
     "Stats",
+    "Stream",
     "TargetView",
     "TokenLogprob",
     "Verdict",
@@ -72,8 +81,11 @@ __version__ = "0.1.0"
 _MODULES = {
     "api": ("LLM",),
     "drafters.base": ("DraftContext", "Drafter", "TargetView"),
+    "engine.inbox": ("Inbox", "Reader"),
+    "engine.stream": ("Stream",),
     "errors": (
         "EngineBusy",
+        "EngineStopped",
         "GenerationFailed",
         "HeadstartError",
         "HeadstartWarning",
@@ -90,6 +102,7 @@ _MODULES = {
         "DraftView",
         "Piece",
         "Proposal",
+        "Request",
         "Round",
         "SamplingParams",
         "Stats",

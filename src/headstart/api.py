@@ -1,4 +1,4 @@
-"""The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``.
+"""The library's door: ``LLM`` with ``generate``, ``stream`` and ``chat``; ``submit`` and ``inbox`` for servers.
 
 Knows: what people ask for and how they read answers. Does not know: how prompts are written (``prompts.py``), or how
 models, drafter and engine are put together (``assembly.py``).
@@ -6,18 +6,20 @@ models, drafter and engine are put together (``assembly.py``).
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from .assembly import Model, assemble
 from .config import Config
 from .drafters.base import Drafter
-from .engine.engine import Engine, Handle
+from .engine.handle import Handle
+from .engine.inbox import Inbox
 from .engine.stats import EngineStats
+from .engine.stream import Claim, Stream
 from .errors import EngineBusy, InvalidParameter
 from .machine.loading import Capability
 from .machine.opening import Quantization
@@ -36,7 +38,7 @@ from .prompts import (
     read_prompts,
     settings_of,
 )
-from .types import Completion, Piece, Request, SamplingParams
+from .types import Completion, Request, Round, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -197,13 +199,79 @@ class LLM:
         sampling_params: SamplingParams | None = None,
     ) -> Stream:
         """Token by token: each piece has the text it adds and its origin. Takes a prompt or a conversation."""
+        return self.submit(prompt, settings_of(params, sampling_params), prediction=prediction)
+
+    # -- what servers and benches call
+
+    def submit(
+        self,
+        prompt: Prompt | Array | Messages,
+        params: SamplingParams | None = None,
+        *,
+        id: str | None = None,
+        prediction: str | None = None,
+    ) -> Stream:
+        """Put a request in the line, and return at once: it is computed while somebody reads it or any other (``for``,
+        ``result``). ``id``: yours, as in ``Completion.id`` and ``abort``; one that still runs is refused.
+
+        Raises ``EngineBusy`` where the line is full. Waits for no step of another thread. Event loops want ``inbox``.
+        """
+        return Stream(self.engine, self.request(prompt, params, id=id, prediction=prediction))
+
+    def request(
+        self,
+        prompt: Prompt | Array | Messages,
+        params: SamplingParams | None = None,
+        *,
+        id: str | None = None,
+        prediction: str | None = None,
+    ) -> Request:
+        """A request for ``Inbox.submit``, checked and tokenized (a long prompt takes milliseconds)."""
         if is_conversation(prompt):
             ids = self._need_codec().encode_chat(prompt)  # type: ignore[arg-type]
         else:
             ids = self._encode(read_prompt(prompt))
-        [settings] = one_each("params", settings_of(params, sampling_params), SamplingParams, 1)
+        [settings] = one_each("params", settings_of(params, None), SamplingParams, 1)
         [guess] = one_each("prediction", prediction, (str, type(None)), 1)
-        return Stream(self.engine, self._request(ids, settings, guess))
+        if id is not None and not (isinstance(id, str) and id):
+            raise InvalidParameter("id", f"must be a text that is not empty, not {id!r}")
+        request = self._request(ids, settings, guess, id)
+        self.engine.check(request)
+        return request
+
+    def abort(self, id: str) -> bool:
+        """Stop a request, from any thread. Its row is free when this returns, which waits for the step in progress.
+        False: no such request runs."""
+        return self.engine.abort(id)
+
+    def inbox(self) -> Inbox:
+        """Start a thread that computes, for programs that must not wait: an event loop, say. Close it when done."""
+        return Inbox(self.engine)
+
+    def cold(self) -> None:
+        """Forget prompts that are warm and what was learnt about drafting, as if just loaded; ``stats`` go on.
+        Raises ``EngineBusy`` while requests run or wait."""
+        self.engine.cold()
+
+    def listen(
+        self,
+        rounds: Callable[[list[Round]], object] | None = None,
+        *,
+        begun: Callable[[Request], object] | None = None,
+        ended: Callable[[Completion], object] | None = None,
+    ) -> ExitStack:
+        """Have these called: with the records of every round (one for each sequence in it), with each request when its
+        prompt is about to be read, and with its answer when it has ended, also by an abort or a failure.
+
+        They are called by the thread that steps, in the middle of a step, one at a time: be quick. They may submit and
+        abort, but not wait. One that raises is dropped, with a warning. To end it, close what comes back, or leave its
+        ``with``.
+        """
+        return self.engine.listen(
+            rounds,
+            begun=None if begun is None else lambda handle: begun(handle.request),
+            ended=None if ended is None else lambda handle: ended(handle.completion()),
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -240,10 +308,10 @@ class LLM:
             with numbered(what, index, alone=alone):
                 engine.check(request)
         handles: list[Handle] = []
-        claim = _Claim(engine, [request.id for request in requests])
+        claim = Claim(engine)
         try:
             for request in requests:
-                handles.append(self._submitted(request))
+                handles.append(self._submitted(claim, request))
             engine.drive(lambda: all(handle.done for handle in handles))
         finally:
             claim.abort()
@@ -251,21 +319,27 @@ class LLM:
             handles[0].raise_failure()
         return [handle.completion() for handle in handles]
 
-    def _submitted(self, request: Request) -> Handle:
+    def _submitted(self, claim: Claim, request: Request) -> Handle:
         """Submit as soon as there is a place in the line; another thread may be quicker to take it."""
         engine = self.engine
         while True:
             engine.drive(lambda: not engine.full(request.params.n))
+            handle = claim.prepare(request)
             try:
-                return engine.submit(request)
+                engine.enter(handle)
+                return handle
             except EngineBusy:
                 continue
 
-    def _request(self, ids: Sequence[int], params: SamplingParams, prediction: str | None) -> Request:
+    def _request(
+        self, ids: Sequence[int], params: SamplingParams, prediction: str | None, own: str | None = None
+    ) -> Request:
+        """``own``: the id that the caller chose."""
         expected: tuple[int, ...] = ()
         if prediction:
             expected = tuple(self._need_codec().encode_prediction(prediction))
-        return Request(f"request-{next(self._ids)}", tuple(ids), params, expected)
+        free = (name for n in self._ids if not self.engine.running(name := f"request-{n}"))
+        return Request(own if own is not None else next(free), tuple(ids), params, expected)
 
     def _encode(self, prompt: Written) -> list[int]:
         return self._need_codec().encode(prompt) if isinstance(prompt, str) else prompt
@@ -274,63 +348,3 @@ class LLM:
         if self._codec is None:
             raise InvalidParameter("prompt", "must be token ids: this model was given without a tokenizer")
         return self._codec
-
-
-class _Claim:
-    """Somebody waits for these requests. When nobody can any more, they are stopped: nothing is computed for nobody."""
-
-    def __init__(self, engine: Engine, ids: Sequence[str]) -> None:
-        self._engine, self._ids = engine, list(ids)
-        self._lost = weakref.finalize(self, _discard, engine, self._ids)
-        self._lost.atexit = False
-
-    def abort(self) -> None:
-        """Stop what still runs, now."""
-        for request_id in self._ids:
-            self._engine.abort(request_id)
-        self._lost.detach()
-
-
-def _discard(engine: Engine, ids: Sequence[str]) -> None:
-    for request_id in ids:
-        engine.discard(request_id)
-
-
-class Stream:
-    """The pieces of one answer, as they come. Closing or dropping it early aborts the request and frees its row."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._closed = engine, False
-        self._claim = _Claim(engine, [request.id])  # before the request goes in, so that none can be lost
-        self._handle = engine.submit(request)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        if self._closed:
-            raise StopIteration
-        try:
-            self._engine.drive(lambda: self._handle.news)
-            for piece in self._handle.pieces():
-                return piece
-            self._engine.drive(lambda: self._handle.done)
-        except BaseException:
-            self.close()
-            raise
-        self._handle.raise_failure()
-        raise StopIteration
-
-    def close(self) -> None:
-        self._closed = True
-        self._claim.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def completion(self) -> Completion:
-        """The whole answer, once the stream has ended; before that it raises."""
-        return self._handle.completion()

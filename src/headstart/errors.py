@@ -5,7 +5,8 @@
     │   └── PromptTooLong       the prompt does not fit the context; the message names the limit
     ├── ModelRefused            the model (or draft) cannot be served, and why, and what to do
     ├── ModelNotFound           nothing to load under that name
-    ├── EngineBusy              the waiting queue is full; try again later
+    ├── EngineBusy              the waiting queue is full, or requests run; try again later
+    ├── EngineStopped           nobody steps any more: the inbox was closed, or its thread died
     ├── GenerationFailed        one request went wrong (NaN logits, say); the others go on
     └── MissingExtra            an optional dependency is not installed; the message says which extra
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 __all__ = [
     "EngineBusy",
+    "EngineStopped",
     "GenerationFailed",
     "HeadstartError",
     "HeadstartWarning",
@@ -68,7 +70,11 @@ class ModelNotFound(HeadstartError):
 
 
 class EngineBusy(HeadstartError):
-    """The waiting queue is full."""
+    """The waiting queue is full; or requests run, and what was asked for cannot be done meanwhile."""
+
+
+class EngineStopped(HeadstartError):
+    """The inbox takes no requests any more: it was closed, or the thread that steps died."""
 
 
 class GenerationFailed(HeadstartError):

@@ -31,6 +31,9 @@ class AdaptiveController:
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
         self.max_gamma = max_gamma
         self.meet(free=free, ends_itself=ends_itself)
+
+    def meet(self, *, free: bool, ends_itself: bool) -> None:
+        self.free, self.ends_itself = free, ends_itself
         self._costs = Costs()
         self._drafting = DraftSeconds()
         self._acceptance = Acceptance()
@@ -40,9 +43,6 @@ class AdaptiveController:
         self._awake: set[str] = set()  # sequences whose costly drafter was asked in their last round
         self._reason: str | None = None
         self._pays = False  # was any draft of this round found worth its time?
-
-    def meet(self, *, free: bool, ends_itself: bool) -> None:
-        self.free, self.ends_itself = free, ends_itself
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         self._pays = False  # a round begins

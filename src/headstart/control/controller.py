@@ -25,7 +25,8 @@ class Controller(Advice, Protocol):
     ``observe``."""
 
     def meet(self, *, free: bool, ends_itself: bool) -> None:
-        """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (``least_hope``)."""
+        """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (``least_hope``).
+        What was learnt before is forgotten."""
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
@@ -95,6 +96,7 @@ class TwoMinds:
         self._now = greedy  # whose round it is: a round is observed before the next one's budgets are asked for
 
     def meet(self, *, free: bool, ends_itself: bool) -> None:
+        self._now = self._greedy
         self._greedy.meet(free=free, ends_itself=ends_itself)
         self._drawn.meet(free=free, ends_itself=ends_itself)
 

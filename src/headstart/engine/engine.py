@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -26,13 +25,15 @@ import torch
 from ..config import EngineConfig
 from ..control.controller import Controller
 from ..drafters.base import Drafter
-from ..errors import GenerationFailed, HeadstartError, InvalidParameter
+from ..errors import EngineBusy, GenerationFailed, HeadstartError, InvalidParameter
 from ..machine.model_runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
 from .handle import Handle
+from .listeners import Listeners
 from .parts import Parts
 from .players import players
+from .reception import Reception
 from .round import drain, play
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
@@ -94,13 +95,14 @@ class Engine:
         self.players = players(self.parts)
         self._slab = runner.slab
         self._scheduler = Scheduler(self._slab, config.max_waiting)
-        self._eos = tuple(eos)
-        self._text = text
+        self._reception = Reception(self.parts.vocab_size, self.max_len, tuple(eos), text)
         self._handles: dict[str, Handle] = {}
-        self._listeners: list[Callable[[list[Round]], None]] = [self.stats.add, controller.observe]
+        self._tell = Listeners(self.stats.add, controller.observe)
+        self.listen = self._tell.listen
+        self.check = self._reception.check  # raises if ``submit`` would refuse a request, whenever that were
         self._turns = Turns()
         self._door = Lock()  # over ``_handles`` and the waiting line together
-        self._discarded: deque[str] = deque()  # requests that nobody waits for any more
+        self._discarded: deque[Handle] = deque()  # requests that nobody waits for any more
         self._torn = False  # true while something moves; found true at the start: that was interrupted
         self._process = os.getpid()
         self._rebuilding = Lock()  # in a forked child
@@ -110,46 +112,81 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Take a request in. Everything that can be wrong with it is said here, before anything is allocated."""
-        self._check_process()
-        self.check(request)
-        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
-        sequences = [
-            Sequence(
-                request,
-                index,
-                seed,
-                eos=self._eos,
-                text=self._text(request) if self._text is not None else None,
-                limit=request.longest(self.max_len),
-            )
-            for index in range(request.params.n)
-        ]
-        handle = Handle(request, sequences)
-        if self._discarded and self._scheduler.full(len(sequences)) and not self._turns.mine:
-            self._turns.alone(lambda: self._whole(self._abort_discarded))  # nobody waits for these: they hold no place
-        with self._door:
-            if request.id in self._handles:
-                raise InvalidParameter("id", f"{request.id!r} is already running")
-            self._handles[request.id] = handle
-            try:
-                self._scheduler.add(sequences)
-            except BaseException:
-                self._handles.pop(request.id, None)
-                raise
+        handle = self.prepare(request)
+        self.enter(handle)
         return handle
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request now; its rows are free when this returns. Unknown and finished ids are fine."""
-        if request_id not in self._handles:
-            return
-        if self._turns.mine:  # from a listener: rows must not move before the step is over
-            self.discard(request_id)
-        else:
-            self._turns.alone(lambda: self._whole(lambda: self._abort(request_id)))
+    def prepare(self, request: Request) -> Handle:
+        """A handle for the request, which is checked here; nothing runs before ``enter``."""
+        self._check_process()
+        return self._reception.handle(request, self._handles)
 
-    def discard(self, request_id: str) -> None:
+    def enter(self, handle: Handle) -> None:
+        """Put it in the line. Waits for no step of another thread, only for its books (microseconds)."""
+        request_id = handle.request.id
+        if len(self._discarded) > self.config.max_waiting and not self._turns.busy:  # while nobody steps they pile up
+            self._turns.alone(lambda: self._whole(self._abort_discarded))
+        with self._door:
+            if request_id in self._handles:
+                raise InvalidParameter("id", f"{request_id!r} is already running")
+            handle.entered, self._handles[request_id] = True, handle
+            try:
+                self._scheduler.add(handle.sequences)
+            except EngineBusy:
+                self._handles.pop(request_id, None)
+                raise
+            except BaseException:  # Ctrl-C, perhaps when it was in the line already
+                self.discard(handle)
+                raise
+
+    def running(self, request: str | Handle) -> Handle | None:
+        """The request that runs or waits under this id; of a handle, itself, or None if it has ended."""
+        found = self._handles.get(request if isinstance(request, str) else request.request.id)
+        return found if isinstance(request, str) or found is request else None
+
+    def abort(self, request: str | Handle) -> bool:
+        """Stop a request now; its rows are free when this returns, after the step in progress. False: nothing ran."""
+        handle = self.running(request)
+        if handle is None:
+            return False
+        if self._turns.mine:  # from a listener: rows must not move before the step is over
+            return self.discard(handle)
+        self._turns.alone(lambda: self._whole(lambda: self._abort(handle)))
+        return True
+
+    def discard(self, request: str | Handle) -> bool:
         """Stop a request before the next step. Takes no lock, so a finalizer may call it at any moment."""
-        self._discarded.append(request_id)
+        handle = self.running(request)
+        if handle is None:
+            return False
+        for sequence in handle.sequences:
+            sequence.dropped = True
+        self._discarded.append(handle)
+        return True
+
+    def abandon(self, handles: Seq[Handle], why: str) -> None:
+        """These requests end with an error, now, even if the models cannot be used any more."""
+
+        def end() -> None:
+            self._torn = True  # their rows are not given back one by one: the next step empties the caches
+            for handle in filter(self.running, handles):
+                for sequence in handle.sequences:
+                    sequence.end("error", why)
+            self._requeue()
+
+        self._turns.alone(end)
+
+    def cold(self) -> None:
+        """Forget warm rows and what the controller learnt, as after loading. ``EngineBusy`` while requests run."""
+        self._check_process()
+        self._turns.alone(self._cool)
+
+    def _cool(self) -> None:
+        self._whole(self._abort_discarded)
+        if not self.idle:
+            raise EngineBusy(f"{len(self._handles)} requests run or wait: a cold start needs an engine without any")
+        self._whole(self._recover)
+        self.parts.learn_anew()
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until ``done()``, or sleep until then while another thread steps. Any thread may ask ``done``."""
@@ -157,7 +194,7 @@ class Engine:
 
         def step() -> None:
             self._advance()
-            if self.idle and not done():
+            if not done() and self.idle:
                 raise GenerationFailed("the engine has nothing left to do, and does not know this request")
 
         self._turns.until(done, step)
@@ -168,16 +205,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle
+        return self._scheduler.idle and not self._discarded
 
     @property
     def inactive_reason(self) -> str | None:
         """Why there is no speculation at the moment, for people; None while there is."""
         return self.parts.inactive or self.parts.controller.reason()
-
-    def listen(self, listener: Callable[[list[Round]], None]) -> None:
-        """Have every round's records passed on as they come."""
-        self._listeners.append(listener)
 
     # -- the step
 
@@ -216,14 +249,13 @@ class Engine:
         while self._discarded:
             self._abort(self._discarded.popleft())
 
-    def _abort(self, request_id: str) -> None:
-        handle = self._handles.get(request_id)
-        if handle is None:
+    def _abort(self, handle: Handle) -> None:
+        if self.running(handle) is None:
             return
         self._settle()
         for sequence in handle.sequences:
             if not sequence.finished:
-                sequence.end("abort")
+                sequence.end("abort", handle.why)
                 self._retire(sequence)
 
     def _settle(self) -> None:
@@ -236,6 +268,7 @@ class Engine:
         """Read prompts in, up to a chunk's worth of tokens, so that running sequences do not wait long."""
         budget = self.config.prefill_chunk
         while budget > 0 and (sequence := self._scheduler.to_fill()) is not None:
+            self._tell.begun(self._handles[sequence.request.id])
             row = self._slab.row(sequence.id)
             start = self._slab.lengths[row]
             behind = len(sequence.tokens) - start
@@ -263,7 +296,7 @@ class Engine:
         try:
             rounds = work()
             while rounds is not None:
-                self._tell(rounds)
+                self._tell.rounds(rounds)
                 if not any(s.finished for s in sequences):
                     break
                 rounds = drain(self.parts, self.players, sequences)  # launched before the end was noticed
@@ -280,14 +313,6 @@ class Engine:
         for player in self.players:
             player.forget()
 
-    def _tell(self, rounds: list[Round]) -> None:
-        for listener in list(self._listeners):
-            try:
-                listener(rounds)
-            except Exception:
-                log.warning("a listener failed and is told nothing any more: %r", listener, exc_info=True)
-                self._listeners.remove(listener)
-
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         log.error("a forward failed; %d sequences end with an error", len(sequences), exc_info=error)
         for sequence in sequences:
@@ -300,17 +325,17 @@ class Engine:
         self._close(sequence)
 
     def _close(self, sequence: Sequence) -> None:
-        """The books of a sequence that holds nothing any more. Its caller sees its end here."""
-        if sequence.settled:
-            return
-        self.parts.controller.forget(sequence.id)
-        self.stats.finished += sequence.finish_reason in ("stop", "length")
-        self.stats.aborted += sequence.finish_reason == "abort"
-        self.stats.failed += sequence.finish_reason == "error"
+        """The books of a sequence that holds nothing any more."""
+        if not sequence.settled:
+            self.parts.controller.forget(sequence.id)
+            self.stats.finished += sequence.finish_reason in ("stop", "length")
+            self.stats.aborted += sequence.finish_reason == "abort"
+            self.stats.failed += sequence.finish_reason == "error"
+            sequence.settled = True
         handle = self._handles.get(sequence.request.id)
-        if handle is not None and all(s.settled or s is sequence for s in handle.sequences):
-            self._handles.pop(sequence.request.id, None)
-        sequence.settled = True
+        if handle is not None and all(s.settled for s in handle.sequences):
+            self._handles.pop(sequence.request.id)  # its caller sees its end here
+            self._tell.ended(handle)
 
     # -- after an interruption
 
@@ -328,19 +353,25 @@ class Engine:
         self._forget_rounds()
         self._slab.reset()
         self.parts.reset_drafter()
-        with self._door:
-            live = []
-            for handle in list(self._handles.values()):
-                for sequence in handle.sequences:
-                    if sequence.torn:
-                        sequence.end("error", "it was interrupted in the middle of a token (Ctrl-C, or an error)")
-                    if sequence.finished:
-                        self._close(sequence)
-                    else:
-                        live.append(sequence)
-            self._scheduler.restart(live)
+        live = self._requeue()
         if live:
-            log.info("a step was interrupted; requests that go on, from their committed tokens: %d", len(live))
+            log.info("the caches were emptied; requests that go on, from their committed tokens: %d", live)
+
+    def _requeue(self) -> int:
+        """Put all that goes on in the line, and close the books of the rest. How many go on."""
+        with self._door:
+            sequences = [s for handle in self._handles.values() for s in handle.sequences]
+            for sequence in sequences:
+                if sequence.dropped:
+                    sequence.end("abort")
+                elif sequence.torn:
+                    sequence.end("error", "it was interrupted in the middle of a token (Ctrl-C, or an error)")
+            live = [s for s in sequences if not s.finished]
+            self._scheduler.restart(live)
+        for sequence in sequences:  # those who listen may submit: not while the door is shut
+            if sequence.finished:
+                self._close(sequence)
+        return len(live)
 
     def _check_process(self) -> None:
         """A forked child has the weights, but not the threads and none of the requests of its parent."""
@@ -362,20 +393,3 @@ class Engine:
         torch.set_num_threads(1)  # torch's own threads stayed behind, and a step that waits for them never ends
         self._torn = True
         self._process = os.getpid()
-
-    # -- validation
-
-    def check(self, request: Request) -> None:
-        """Raise if ``submit`` would refuse the request, whenever that were. Nothing is allocated."""
-        if not request.prompt:
-            raise InvalidParameter("prompt", "must hold at least one token")
-        vocab_size = self.parts.vocab_size
-        for name, ids in (("prompt", request.prompt), ("prediction", request.prediction)):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise InvalidParameter(name, f"holds token ids outside the vocabulary of {vocab_size}")
-        request.params.check_vocabulary(vocab_size)
-        if request.params.stop and self._text is None:
-            raise InvalidParameter(
-                "stop", "needs a tokenizer, and this model was given without one: use stop_token_ids"
-            )
-        request.longest(self.max_len)

@@ -5,7 +5,7 @@ Knows: the request's choices and their pieces. Does not know: how they are compu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..errors import GenerationFailed, HeadstartError
 from ..types import Completion, Piece, Request
@@ -17,19 +17,29 @@ __all__ = ["Handle"]
 class Handle:
     """One submitted request, for its caller."""
 
-    def __init__(self, request: Request, sequences: list[Sequence]) -> None:
+    def __init__(self, request: Request, sequences: list[Sequence], running: Mapping[str, Handle]) -> None:
+        """``running``: the engine's requests by id. A handle is done when it was there, and is there no longer."""
         self.request = request
         self.sequences = sequences
+        self.entered = False  # it was put among the running ones
+        self.why: str | None = None  # it is aborted, for people; None where its caller knows
+        self.begun = False  # those who listen were told that its prompt is being read
+        self._running = running
 
     @property
     def done(self) -> bool:
         """Has every choice ended, with its rows given back and its statistics complete?"""
-        return all(s.settled for s in self.sequences)
+        return self.entered and self._running.get(self.request.id) is not self
 
     @property
     def news(self) -> bool:
         """Is there a piece to read, or nothing more to come?"""
-        return any(s.pieces for s in self.sequences) or self.done
+        return self.unread > 0 or self.done
+
+    @property
+    def unread(self) -> int:
+        """How many pieces wait for ``pieces``."""
+        return sum(len(s.pieces) for s in self.sequences)
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces that came since the last call."""

@@ -108,6 +108,7 @@ class OverlappedRounds(CapturedRounds):
             yield self._programs.draft_runner, partial(self._continue_beside, shape)
 
     def forget(self) -> None:
+        self._whole = 1.0
         self._wait()
         super().forget()
 

@@ -45,6 +45,8 @@ class Scheduler:
     def full(self, sequences: int = 1) -> bool:
         """Would ``add`` refuse that many sequences now?"""
         waiting = len(self._waiting)
+        if waiting + sequences > self._max_waiting:
+            waiting = sum(not s.dropped for s in tuple(self._waiting))  # these go before the next step
         return waiting > 0 and waiting + sequences > self._max_waiting
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
@@ -62,10 +64,6 @@ class Scheduler:
     def arriving(self) -> bool:
         """Is a prompt being read in, or waiting for a row that is free?"""
         return self._filling is not None or bool(self._waiting and self._slab.free_rows)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     def to_fill(self) -> Sequence | None:
         """The sequence whose prompt is to be read in now, in a row of its own; None if there is none or no row."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..maths.asks import Asks, asks_of
 from ..maths.noise import derive
-from ..types import Choice, FinishReason, Origin, Piece, Request, Round, SamplingParams, Stats, TokenLogprob
+from ..types import Choice, FinishReason, Origin, Piece, Request, Round, SamplingParams, TokenLogprob
 from .committed import Committed
 from .stats import Tally
 
@@ -55,6 +55,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.settled = False  # it has ended, and the engine holds nothing for it any more
+        self.dropped = False  # nobody waits for it: it ends before the next step
         self.torn = False  # tokens are being taken in; stays true only if that was interrupted
         self.pieces: deque[Piece] = deque()
         self.tally = Tally(prompt_tokens=self.prompt_length)
@@ -154,7 +155,3 @@ class Sequence:
 
     def record(self, round_: Round) -> None:
         self.tally.add(round_)
-
-    @property
-    def stats(self) -> Stats:
-        return self.tally.stats()

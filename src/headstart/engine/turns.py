@@ -41,6 +41,11 @@ class Turns:
         """Is this thread in the middle of a step (a listener or a drafter calls back)?"""
         return self._owner == get_ident() and self._lock.locked()
 
+    @property
+    def busy(self) -> bool:
+        """Does any thread step?"""
+        return self._lock.locked()
+
     def alone(self, work: Callable[[], T]) -> T:
         """Do ``work`` while nobody steps; waits for the step in progress."""
         if self.mine:
