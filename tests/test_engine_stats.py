@@ -12,7 +12,7 @@ def test_the_first_token_is_timed_from_submit() -> None:
     engine = table_engine(table(7), None, rows=1)
     params = SamplingParams(max_tokens=12, temperature=0)
     handles = [engine.submit(Request(name, (1, 2, 3), params)) for name in ("a", "b")]
-    assert handles[1].sequences[0].stats.first_token_seconds == 0.0
+    assert handles[1].sequences[0].tally.stats().first_token_seconds == 0.0
     while not all(handle.done for handle in handles):
         engine.step()
     first, second = (handle.completion().stats for handle in handles)
