@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -12,7 +14,9 @@ from headstart.control.controller import Controller, FixedController
 from headstart.drafters.base import DraftContext, Drafter, TargetView
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter
+from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine
+from headstart.engine.overlap import OverlappedRounds
 from headstart.engine.sequence import TextSink
 from headstart.machine.runner import ModelRunner
 from headstart.testing import ScriptedDrafter, TableRunner
@@ -49,6 +53,56 @@ def table_engine(
         eos=eos,
         text=text,
     )
+
+
+class DeviceTable(TableRunner):
+    """A table that rounds on the device can be played with. What is recorded never comes back to Python, so it runs
+    whatever a test does to ``forward``."""
+
+    def device_forward(self, tokens: Any, lengths: Any, keep: int, bound: int) -> Any:
+        return TableRunner.forward(self, slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
+
+    def brief(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    beside = brief
+
+
+def device_engine(
+    target: torch.Tensor,
+    drafter: Drafter | None,
+    *,
+    gamma: int = 3,
+    rows: int = 4,
+    max_len: int = 64,
+    eos: Sequence[int] = (),
+    prefill_chunk: int = 16,
+    overlap: bool = False,
+) -> Engine:
+    """The same as ``table_engine``, with rounds on the device: drafted there by a draft model (``device_draft``), or
+    guesses from the host judged there."""
+    runner = DeviceTable(target, rows=rows, max_len=max_len, margin=gamma + 20)
+    model = drafter if isinstance(drafter, ModelDrafter) else None
+    vocab_size, kind = target.shape[-1], OverlappedRounds if overlap else CapturedRounds
+    rounds = kind(runner, model, vocab_size=vocab_size, lengths=(0, 1, gamma))
+    rounds.warm_up()
+    config = EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk)
+    return Engine(
+        runner,
+        drafter,
+        FixedController(gamma),
+        config,
+        vocab_size=vocab_size,
+        eos=eos,
+        captured=rounds,
+        max_gamma=gamma,
+    )
+
+
+def device_draft(draft: torch.Tensor, *, rows: int = 4, max_len: int = 64, gamma: int = 3) -> ModelDrafter:
+    """``table_draft`` for ``device_engine``."""
+    runner = DeviceTable(draft, rows=rows, max_len=max_len, margin=gamma + 20)
+    return ModelDrafter(runner, vocab_size=draft.shape[-1], width=draft.shape[-1])
 
 
 def table_draft(
@@ -108,8 +162,11 @@ def drafters(draft_runner: Callable[[], ModelRunner], width: int) -> dict[str, C
 __all__ = [
     "AdaptiveController",
     "Completion",
+    "DeviceTable",
     "Request",
     "SamplingParams",
+    "device_draft",
+    "device_engine",
     "draft_context",
     "drafters",
     "run",

@@ -1,4 +1,4 @@
-"""Two guessers at once, and what the engine tells a drafter: who is asked for what, who hears what became of it."""
+"""Two guessers at once: who is asked for what, and who hears what became of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from engines import run, table, table_draft, table_engine
 from statistics_tools import chi_squared
 
@@ -161,83 +160,3 @@ def test_a_portfolio_follows_the_target(rule: str) -> None:
     law: dict[tuple[int, ...], float] = made.parts.runner.probabilities(prompt, 2)  # type: ignore[attr-defined]
     assert chi_squared(Counter(c.token_ids[:2] for c in found), law) > 1e-4
     assert {r.paid for r in seen if r.drafted} == {False, True}
-
-
-# -- what a drafter is told
-
-
-def guesses(view: DraftView, budget: int) -> Proposal | None:
-    tokens = list(view.tokens)
-    for _ in range(budget):
-        tokens.append(int(DRAFT[tokens[-2], tokens[-1]].argmax()))
-    return Proposal.chain(tokens[len(view.tokens) :]) if budget else None
-
-
-class Witness(ScriptedDrafter):
-    """Checks in every ``commit`` that the verdicts are on its own proposals, and that the text is up to date."""
-
-    def __init__(self) -> None:
-        super().__init__(guesses)
-        self.before: dict[str, tuple[list[int], Proposal | None]] = {}
-        self.right = 0
-
-    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
-        found = super().propose(views, budgets)
-        self.before = {v.id: (list(v.tokens), p) for v, p in zip(views, found, strict=True)}
-        return found
-
-    def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
-        super().commit(views, verdicts)
-        assert len(views) == len(verdicts)
-        for view, verdict in zip(views, verdicts, strict=True):
-            tokens, proposal = self.before.pop(view.id, (None, None))
-            if tokens is None or verdict is None:
-                continue
-            drafted = proposal.tokens if proposal is not None else ()
-            said = [*tokens, *(drafted[i] for i in verdict.path), verdict.token]
-            assert view.tokens == said[: len(view.tokens)]
-            self.right += 1
-
-
-def test_commit_tells_the_verdicts_on_what_was_proposed() -> None:
-    drafter = Witness()
-    made = table_engine(TARGET, drafter, gamma=3, rows=2, eos=(4,))
-    run(made, [Request(str(i), (1 + i, 3, 2), GREEDY) for i in range(4)])
-    assert made.inactive_reason is None, "an assertion in commit would have dropped it"
-    assert drafter.right > 10
-    assert any(verdict is not None and verdict.path for verdict in drafter.verdicts)
-
-
-def test_release_comes_once_for_every_end() -> None:
-    """A full answer, an end token, an abort while it runs and while it waits, and numbers that break down."""
-    broken = TARGET.clone()
-    broken[0, 0] = float("nan")
-    drafter = ScriptedDrafter(guesses)
-    made = table_engine(broken, drafter, gamma=3, rows=3)
-    at_once = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=tuple(range(V)))
-    asked = {"full": (1, 3, 2), "nan": (0, 0), "ended": (5, 2), "aborted": (2, 3), "waiting": (3, 3)}
-    handles = {
-        name: made.submit(Request(name, prompt, at_once if name == "ended" else GREEDY))
-        for name, prompt in asked.items()
-    }
-    made.abort("waiting")
-    while not handles["ended"].done or len(made._scheduler.held()) < 2:
-        made.step()
-    made.abort("aborted")
-    while not made.idle:
-        made.step()
-    found = {name: handle.completion().finish_reason for name, handle in handles.items()}
-    assert found == {"full": "length", "nan": "error", "ended": "stop", "aborted": "abort", "waiting": "abort"}
-    assert sorted(drafter.released) == sorted(f"{name}/0" for name in asked)
-    assert made.inactive_reason is None
-
-
-def test_torch_is_not_needed_to_say_a_verdict() -> None:
-    """What a drafter is told are plain numbers, whatever judged them."""
-    drafter = ScriptedDrafter(guesses)
-    made = table_engine(TARGET, drafter, gamma=3)
-    run(made, [Request("a", (1, 3, 2), SamplingParams(seed=1, max_tokens=12, verification="block"))])
-    for verdict in drafter.verdicts:
-        assert verdict is not None
-        assert type(verdict.token) is int
-        assert not any(isinstance(node, torch.Tensor) for node in verdict.path)

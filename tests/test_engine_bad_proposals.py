@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import run, table, table_engine
-from test_engine_captured import DeviceTable
+from engines import DeviceTable, run, table, table_engine
 
 from headstart.config import EngineConfig
 from headstart.control.controller import FixedController

@@ -6,13 +6,13 @@ The recordings themselves are tested on a GPU (tests marked ``gpu``); what is re
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from engines import DeviceTable
 from statistics_tools import chi_squared
 from test_drafters_head import SETTINGS, head
 from test_drafters_head import target as head_target
@@ -35,18 +35,8 @@ from headstart.maths.inner import PLAIN, Inner
 from headstart.maths.noise import race
 from headstart.maths.tree import Topology
 from headstart.maths.verify import chain_rules
-from headstart.testing import TINY_VOCABULARY, TableRunner, tiny_model
+from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import Completion, Request
-
-
-class DeviceTable(TableRunner):
-    def device_forward(self, tokens: Any, lengths: Any, keep: int, bound: int) -> Any:
-        return self.forward(slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
-
-    def brief(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    beside = brief
 
 
 def noisy(model: Any, share: float = 0.15) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import run, table_engine
+from engines import DeviceTable, run, table_engine
 from test_engine_bad_proposals import (
     DRAFT,
     GAMMA,
@@ -23,7 +23,6 @@ from test_engine_bad_proposals import (
     raises,
     requests,
 )
-from test_engine_captured import DeviceTable
 
 from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
