@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton_stand import Driver, forget  # noqa: E402
+from triton_stand import forget, stand_in  # noqa: E402
 
 from headstart.machine.fused import ahead, kernels_pointwise  # noqa: E402
 
@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of Triton's."""
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    stand_in(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     yield tmp_path / "cache"
     assert ahead._waiting is None
@@ -109,13 +109,19 @@ def test_a_process_that_was_forked_meanwhile_holds_nothing_up(cache: Path) -> No
             os.waitpid(child, 0)
 
 
-def test_a_kernel_that_is_missing_is_asked_for_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    own = triton.JITFunction._pack_args
-    monkeypatch.setattr(triton.JITFunction, "_pack_args", lambda *given: (asked.append(given[0]), own(*given))[1])
+def test_a_kernel_that_is_missing_is_asked_for_once(cache: Path) -> None:
+    asked: list[Any] = []
     with ahead.rehearsal() as names:
+        note = triton.knobs.runtime.jit_cache_hook  # called for whatever Triton does not find in its table
+
+        def counted(**told: Any) -> Any:
+            asked.append(told["fn"].jit_function)
+            return note(**told)
+
+        triton.knobs.runtime.jit_cache_hook = counted
         for _ in range(3):
             work(224)
+    assert triton.knobs.runtime.jit_cache_hook is None
     assert len(asked) == len(names) == 2
     tables = [thing.device_caches[0][0] for thing in {*asked}]
     assert not any(isinstance(kernel, ahead._Absent) for table in tables for kernel in table.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from test_machine_fused import CONFIGS, build  # noqa: E402
-from triton_stand import Driver, forget  # noqa: E402
+from triton_stand import forget, stand_in  # noqa: E402
 
 from headstart.machine import fused  # noqa: E402
 from headstart.machine.fused.ahead import _Zeros  # noqa: E402
@@ -55,13 +55,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """All launches: which kernel, and with what. A tensor is its address."""
     found: list[Launch] = []
 
-    def compiled(self: Any, key: str, signature: Any, device: int, *_: Any) -> Compiled:
-        made = Compiled(f"{self.__name__} {key}", found)
-        self.device_caches[device][0][key] = made
-        return made
+    def compiled(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # Triton's hook and its names
+        made = Compiled(f"{fn.jit_function.__name__} {key}", found)
+        fn.jit_function.device_caches[compile["device"]][0][key] = made
+        return True  # do not compile now: from the next launch on it is there
 
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    monkeypatch.setattr(triton.JITFunction, "_do_compile", compiled)
+    stand_in(monkeypatch)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", compiled)
     monkeypatch.setattr(fused, "available", lambda: None)
     yield found
     from headstart.machine.fused import kernels_attention, kernels_draft, kernels_matmul, kernels_pointwise
@@ -108,6 +108,8 @@ def test_they_are_the_layers_own(
         pytest.skip("4-bit weights come in groups of 32")
     model = fused.fuse(build(name, dtype=torch.bfloat16), rows=3, capacity=640, draft=True, quantization=rounding)
     shapes = [(1, 1, 0), (1, 1, 2), (1, 2, 1), (2, 9, 1), (3, 1, 0), (3, 8, 0)]
+    for shape in shapes:
+        launches(model, log, *shape)  # every kernel is there now
     made_again = []
     again = _Launches.again
     monkeypatch.setattr(_Launches, "again", lambda *given: (made_again.append(given), again(*given))[1])
@@ -208,7 +210,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> tuple[Kernel, list[Launch]]:
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    stand_in(monkeypatch)
     log: list[Launch] = []
     return Kernel(log), log
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +21,55 @@ from headstart.machine.fused import nvrtc
 
 
 class StandIn:
-    """Has a version, and nothing else."""
+    """What is called of NVRTC, in Python: it takes its time, and compiles to the text itself. Arguments by reference
+    are ctypes' own, whose ``_obj`` is what they refer to."""
+
+    def __init__(self, made: list[str]) -> None:
+        self.made = made
+        self._programs: dict[int, bytes] = {}
+        self._numbers = count(1)
 
     def nvrtcVersion(self, major: Any, minor: Any) -> int:
         return 0
 
+    def nvrtcCreateProgram(self, program: Any, text: bytes, name: bytes, *_: Any) -> int:
+        program._obj.value = next(self._numbers)
+        self._programs[program._obj.value] = text
+        self.made.append(name.decode())
+        return 0
+
+    def nvrtcCompileProgram(self, program: Any, number: int, options: Any) -> int:
+        time.sleep(0.1)
+        return int(b"wrong" in self._programs[program.value])
+
+    def nvrtcGetProgramLogSize(self, program: Any, size: Any) -> int:
+        size._obj.value = 100
+        return 0
+
+    def nvrtcGetProgramLog(self, program: Any, told: Any) -> int:
+        told.value = b"line 1: what is this?\nerror\nand more"
+        return 0
+
+    def nvrtcGetCUBINSize(self, program: Any, size: Any) -> int:
+        size._obj.value = len(b"binary of ") + len(self._programs[program.value])
+        return 0
+
+    def nvrtcGetCUBIN(self, program: Any, made: Any) -> int:
+        made.raw = b"binary of " + self._programs[program.value]
+        return 0
+
+    def nvrtcDestroyProgram(self, program: Any) -> int:
+        del self._programs[program._obj.value]
+        return 0
+
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, cold: Path) -> list[str]:
+def made(monkeypatch: pytest.MonkeyPatch, cold: Path) -> Iterator[list[str]]:
     """Names of what was compiled; ``cold``: an empty cache."""
-    compiled: list[str] = []
-
-    def compile(text: bytes, name: str, options: Any) -> bytes:
-        compiled.append(name)
-        time.sleep(0.1)
-        return b"binary of " + text
-
-    monkeypatch.setattr(nvrtc, "_nvrtc", StandIn)
-    monkeypatch.setattr(nvrtc, "_compile", compile)
-    return compiled
+    library = StandIn([])
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: library)  # the library is opened there, and nowhere else
+    yield library.made
+    assert not library._programs, "what NVRTC was given, it was told to free"
 
 
 def test_many_threads_compile_once(made: list[str], cold: Path) -> None:
@@ -77,3 +109,10 @@ def test_what_nobody_used_for_a_month_goes(made: list[str], cold: Path) -> None:
     nvrtc.binary("whole", "text", "sm_90")
     assert names(cold) == [kept.name]
     assert made == ["whole.cu"]
+
+
+def test_what_does_not_compile_is_said_and_not_kept(made: list[str], cold: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"whole\.cu does not compile: line 1: what is this\? error$"):
+        nvrtc.binary("whole", "wrong", "sm_90")
+    assert names(cold) == []
+    assert nvrtc.binary("whole", "text", "sm_90") == b"binary of text"
