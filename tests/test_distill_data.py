@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizer_tools import smollm
 from transformers import PreTrainedTokenizerFast
 
-from headstart import LLM, InvalidParameter, ModelNotFound, ModelRefused
+from headstart import InvalidParameter, ModelNotFound, ModelRefused
 from headstart.distill.data import DataSettings, make_data, read_prompts
 from headstart.distill.openers import OPENERS
 from headstart.distill.selfplay import SelfPlay, chat_marks
@@ -79,7 +80,7 @@ def test_another_plan_in_the_same_folder_is_refused(target: Loaded, tmp_path: Pa
         make_data(target, tmp_path, DataSettings(**{**vars(small), "seed": 1}))
 
 
-def test_prompts_from_a_file(tmp_path: Path, embedded: LLM) -> None:
+def test_prompts_from_a_file(tmp_path: Path) -> None:
     lines = tmp_path / "prompts.txt"
     lines.write_text("One?\n\nTwo?\nOne?\n")
     assert read_prompts(lines) == ["One?", "Two?"]
@@ -94,8 +95,7 @@ def test_prompts_from_a_file(tmp_path: Path, embedded: LLM) -> None:
     lines.write_text("\n")
     with pytest.raises(InvalidParameter, match="nothing"):
         read_prompts(lines)
-    tokenizer = embedded.tokenizer
-    assert tokenizer is not None
+    tokenizer = smollm()
     chatty = load(tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1), tokenizer=tokenizer)
     settings = DataSettings(sequences=3, shard=3, answer_tokens=4, rows=2)
     make_data(chatty, tmp_path / "data", settings, ["One?", "Two?"])
@@ -135,10 +135,9 @@ def test_batches_visit_every_sequence_once_an_epoch(tmp_path: Path) -> None:
         Corpus(tmp_path / "none", 6)
 
 
-def test_self_play_keeps_to_the_template(embedded: LLM) -> None:
+def test_self_play_keeps_to_the_template() -> None:
     """Marks where they belong and nowhere else, turns that end in time, and only answers marked as such."""
-    tokenizer = embedded.tokenizer
-    assert tokenizer is not None
+    tokenizer = smollm()
     marks = chat_marks(tokenizer)
     assert tokenizer.decode(marks.to_answer) == "<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(marks.to_user) == "<|im_end|>\n<|im_start|>user\n"
@@ -172,10 +171,10 @@ def test_self_play_keeps_to_the_template(embedded: LLM) -> None:
             assert all(int(best[j]) == ids[j + 1] for j in free)
 
 
-def test_templates_that_cannot_be_played_are_refused(embedded: LLM) -> None:
+def test_templates_that_cannot_be_played_are_refused() -> None:
     import copy
 
-    tokenizer = copy.deepcopy(embedded.tokenizer)
+    tokenizer = copy.deepcopy(smollm())
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.chat_template = None
     with pytest.raises(ModelRefused, match="no chat template"):

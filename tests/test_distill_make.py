@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizer_tools import smollm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -135,10 +136,9 @@ def test_the_curve(tmp_path: Path) -> None:
     assert not draw_curve(marks[:1], tmp_path / "none.png")
 
 
-def test_the_command(tmp_path: Path, embedded: LLM) -> None:
+def test_the_command(tmp_path: Path) -> None:
     """With a real tokenizer and its chat template, from the first word to a draft that opens by its folder's name."""
-    tokenizer = embedded.tokenizer
-    assert tokenizer is not None
+    tokenizer = smollm()
     folder, prompts = tmp_path / "target", tmp_path / "prompts.txt"
     tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

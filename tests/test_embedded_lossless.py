@@ -17,7 +17,7 @@ from headstart import LLM, SamplingParams
 from headstart.testing import ScriptedDrafter
 from headstart.types import DraftView, Proposal
 
-K, LENGTH, SAMPLES = 3, 3, 320
+K, LENGTH, SAMPLES = 3, 2, 200
 Law = dict[tuple[int, ...], float]
 
 
@@ -41,6 +41,13 @@ def exact_law(llm: LLM, prompt: list[int]) -> tuple[Law, dict[tuple[int, ...], t
     return law, after
 
 
+def distorted(p: torch.Tensor) -> tuple[list[int], list[float]]:
+    """The tokens that p can draw, and other odds for them."""
+    support = p.nonzero()[:, 0].tolist()
+    weights = [float(p[t]) ** 0.5 + 0.1 * i for i, t in enumerate(support)]
+    return support, [weight / sum(weights) for weight in weights]
+
+
 def drafter(prompt: list[int], after: dict[tuple[int, ...], torch.Tensor]) -> ScriptedDrafter:
     """Draws up to two tokens from p with its odds distorted."""
     source = random.Random(5)
@@ -50,11 +57,9 @@ def drafter(prompt: list[int], after: dict[tuple[int, ...], torch.Tensor]) -> Sc
         tokens: list[int] = []
         rows: list[torch.Tensor] = []
         while len(tokens) < budget and prefix in after:
-            p = after[prefix]
-            support = p.nonzero()[:, 0].tolist()
-            weights = [float(p[t]) ** 0.5 + 0.1 * i for i, t in enumerate(support)]
+            support, weights = distorted(after[prefix])
             token = source.choices(support, weights)[0]
-            q = torch.zeros(len(p)).scatter(0, torch.tensor(support), torch.tensor(weights) / sum(weights))
+            q = torch.zeros(len(after[prefix])).scatter(0, torch.tensor(support), torch.tensor(weights))
             tokens.append(token)
             rows.append(q)
             prefix = (*prefix, token)
@@ -63,11 +68,23 @@ def drafter(prompt: list[int], after: dict[tuple[int, ...], torch.Tensor]) -> Sc
     return ScriptedDrafter(guess)
 
 
+def drafts_alone(after: dict[tuple[int, ...], torch.Tensor]) -> Counter[tuple[int, ...]]:
+    """What would come if every draft were accepted."""
+    source, counts = random.Random(6), Counter[tuple[int, ...]]()
+    for _ in range(SAMPLES):
+        prefix: tuple[int, ...] = ()
+        while prefix in after:
+            prefix = (*prefix, source.choices(*distorted(after[prefix]))[0])
+        counts[prefix] += 1
+    return counts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_sampling_on_the_real_model(embedded: LLM, rule: str) -> None:
     prompt = [1, 9690, 198]  # short: what is tested is the law of what follows
     law, after = exact_law(embedded, prompt)
+    assert chi_squared(drafts_alone(after), law) < 1e-6, "as many samples can tell the draft's law from the target's"
     llm = LLM(
         embedded.engine.parts.runner.model,  # type: ignore[attr-defined]
         drafter(prompt, after),

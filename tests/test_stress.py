@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SECONDS = os.environ.get("HEADSTART_STRESS_SECONDS", "15")
+SECONDS = os.environ.get("HEADSTART_STRESS_SECONDS", "10")
 
 
 @pytest.mark.slow
