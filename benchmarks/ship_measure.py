@@ -17,6 +17,7 @@ from headstart.distill.losses import Goal, acceptance, draft_tau
 from headstart.distill.shards import Story
 from headstart.distill.students import Batch, Reading, Student, Teacher
 from headstart.machine.loading import eos_ids
+from headstart.maths.cost import round_tokens
 
 
 def answers(loaded: Any, prompts: list[list[int]], temperature: float, tokens: int) -> list[Story]:
@@ -106,7 +107,7 @@ def on_prompts(
                 start[row, int(story.answer.argmax()) : len(story.tokens) - gamma] = True
             reach = draft_tau(found[0], start)
             share = found[0, 0][start].mean()
-            results[kind] = {"alpha": float(share), "tau": float(1 + (reach[:-1] / reach[-1]).sum())}
+            results[kind] = {"alpha": float(share), "tau": round_tokens([(reach[:-1] / reach[-1]).tolist()])[-1]}
     results["mean"] = {name: float(np.mean([r[name] for r in results.values()])) for name in ("alpha", "tau")}
     student.module.train()
     return results

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.drafters.base import drafter_named
-from headstart.drafters.lookup import MAX_PREDICTION, MAX_STRENGTH, LookupDrafter
+from headstart.drafters.lookup import MAX_PREDICTION, LookupDrafter
 from headstart.drafters.suffix import SuffixAutomaton
 from headstart.errors import InvalidParameter
 from headstart.machine.runner import EagerRunner
+from headstart.maths.limits import MAX_STRENGTH
 from headstart.testing import tiny_model
 from headstart.types import Proposal, SamplingParams
 

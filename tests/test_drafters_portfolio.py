@@ -13,8 +13,9 @@ from statistics_tools import chi_squared
 from headstart.config import DraftConfig
 from headstart.control.controller import controller_for
 from headstart.drafters.base import Drafter
-from headstart.drafters.portfolio import LONG_MATCH, PortfolioDrafter
+from headstart.drafters.portfolio import PortfolioDrafter
 from headstart.engine.engine import Engine
+from headstart.maths.limits import LONG_MATCH
 from headstart.testing import ScriptedDrafter
 from headstart.types import DraftView, Proposal, Request, SamplingParams, Verdict
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from headstart.drafters.base import Drafter
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.engine import Engine
-from headstart.engine.judge import decide
+from headstart.engine.judge import VerdictInputs, decide
 from headstart.machine.cpu import build
 from headstart.machine.cpu.sampling import inner_for
 from headstart.maths import noise
 from headstart.maths.distribution import History, probabilities, processed
-from headstart.maths.inner import Inner, Rule
+from headstart.maths.inner import DraftedChain, Inner, Rule
 from headstart.maths.tree import Topology
 from headstart.maths.warp import Warp
 from headstart.testing import ScriptedDrafter
@@ -186,12 +186,10 @@ def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal
     for number in range(300):
         c = case(number, rule, draw, size=83)
         n = len(c["tokens"])
-        want = decide(
-            rule if n else "greedy" if rule == "greedy" else "coupled",
-            c["x"][None],
+        given = VerdictInputs(
             c["warp"],
-            tokens=torch.tensor([[0, *c["tokens"]]]),
-            topology=Topology.chain([n], torch.device("cpu")),
+            torch.tensor([[0, *c["tokens"]]]),
+            Topology.chain([n], torch.device("cpu")),
             outputs=outputs(1),
             history=None,
             seeds=noise.seeds([c["seed"]], "cpu"),
@@ -199,11 +197,11 @@ def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal
             q=c["q"][None] if c["q"] is not None and rule in ("token", "block") else None,
             kinds=["point" if c["q"] is None else "iid"],
         )
+        want = decide(rule if n else "greedy" if rule == "greedy" else "coupled", c["x"][None], given)
         assert inner.judged is not None
         wide = torch.nn.functional.pad(c["x"], (0, 5), value=9.0)[:, :83]  # rows further apart than they are long
-        got = inner.judged(
-            wide, c["params"], rule, seed=c["seed"], base=40, tokens=c["tokens"], q=c["q"] if n else None
-        )
+        chain = DraftedChain(c["params"], rule, c["seed"], [0] * 40, 3, c["tokens"], c["q"] if n else None)
+        got = inner.judged(wide, chain)
         if not bool(want.ok[0]):
             assert got[1] == -1, number
             continue
@@ -298,14 +296,8 @@ def test_bias_and_penalties_at_the_edges_of_the_vocabulary() -> None:
     process = inner_for(1).processed
     assert process is not None
     for _ in range(2):  # what it knows of one text is forgotten before the next
-        got = process(
-            x[:, :vocab],
-            params,
-            tokens=[1, 2, 2, 30, 2, 5, 5],
-            prompt_length=4,
-            drafted=drafted,
-            endings=frozenset(endings),
-        )
+        text = [1, 2, 2, 30, 2, 5, 5]
+        got = process(x[:, :vocab], DraftedChain(params, "block", 0, text, 4, drafted, endings=frozenset(endings)))
     torch.testing.assert_close(got, want[0, :, :vocab])
     assert torch.equal(x, before), "the caller's logits stay as they are"
     assert bool((got[:3, [3, 7]] == -torch.inf).all())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from enumerate_rules import SHAPES, all_drafts, round_law
 
-from headstart.maths.cost import CostModel, reach, tau
+from headstart.maths.cost import CostModel, best_length, break_even, conditional, reach, round_tokens, tau
 from headstart.maths.verify import token_rule
 
 
@@ -86,3 +86,37 @@ def test_one_more_token_is_drafted_while_it_pays() -> None:
         while gamma < 12 and model.worth_one_more(gamma, alpha):
             gamma += 1
         assert gamma == model.best_gamma(12, alpha)
+
+
+def test_rows_of_different_lengths_share_a_round() -> None:
+    """Expected tokens by draft length: a row that is not drafted for any further still adds its own one."""
+    found = round_tokens([reach(0.5, 3), [], reach(0.9, 1)])
+    assert found == pytest.approx([3, 3 + 0.5 + 0.9, 3 + 0.5 + 0.9 + 0.25, 3 + 0.5 + 0.9 + 0.25 + 0.125])
+    assert round_tokens([reach([0.9, 0.5], 4)])[-1] == pytest.approx(tau([0.9, 0.5], 4))
+    assert round_tokens([]) == [0.0]
+
+
+def test_a_draft_must_be_worth_it() -> None:
+    assert best_length([10.0, 10.2, 10.1]) == 1
+    assert best_length([10.0, 10.2, 10.4], worth=1.03) == 2
+    assert best_length([10.0, 10.2, 10.25], worth=1.03) == 0
+    assert best_length([10.0, 11.0, 11.0], worth=1.03) == 1, "the shortest of equals"
+
+
+def test_break_even_is_where_one_more_token_leaves_the_speed_as_it_is() -> None:
+    """tokens / time = (tokens + gain) / (time + price)."""
+    tokens, time, price = 2.4, 1.7, 0.3
+    gain = break_even(price, tokens / time)
+    assert (tokens + gain) / (time + price) == pytest.approx(tokens / time)
+
+
+def test_conditional_acceptances_are_what_was_reached() -> None:
+    given = [0.9, 0.5, 0.25]
+    assert conditional(reach(given, 3)) == pytest.approx(given)
+    assert conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, 0.0]
+
+
+def test_the_best_speedup_is_that_of_the_best_length() -> None:
+    model = CostModel(c=0.1, v={4: 1.3, 8: 1.4}, overhead=0.05)
+    for alpha in (0.1, 0.5, 0.8):
+        assert model.best_speedup(8, alpha) == max(model.speedup(gamma, alpha) for gamma in range(9))

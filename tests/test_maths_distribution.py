@@ -324,15 +324,16 @@ def test_unused_features_are_free_and_asked_ones_are_needed() -> None:
         probabilities(torch.zeros(2, 1, 5), penal, outputs=NONE.expand(2))
 
 
-def test_select_is_what_the_rows_give_alone() -> None:
+def test_rows_give_in_a_batch_what_they_give_alone() -> None:
     params = [ALL, SamplingParams(temperature=0), SamplingParams(min_tokens=2), SamplingParams(top_p=0.6)]
-    warp = warp_of(*params, vocab=VOCAB, eos=[[1], [2], [3, 4], []])
+    ends = [[1], [2], [3, 4], []]
+    warp = warp_of(*params, vocab=VOCAB, eos=ends)
     logits, history = random_logits(4, 1, SIZE), History.of([[1], [2], [3], [4]], [[5]] * 4, SIZE, "cpu")
     whole = probabilities(logits, warp, outputs=NONE.expand(4), history=history)
-    for rows in ([2], [3, 0], torch.tensor([1]), [1, 1, 2]):
-        index = torch.as_tensor(rows)
-        part = warp.select(rows)
-        assert part.all_greedy == all(params[int(row)].greedy for row in index)
+    for rows in ([2], [3, 0], [1], [1, 1, 2]):
+        index = torch.tensor(rows)
+        part = warp_of(*(params[row] for row in rows), vocab=VOCAB, eos=[ends[row] for row in rows])
+        assert part.all_greedy == all(params[row].greedy for row in rows)
         own = History(history.prompt[index], history.counts[index])
         found = probabilities(logits[index], part, outputs=NONE.expand(len(index)), history=own)
         torch.testing.assert_close(found, whole[index])

@@ -8,7 +8,9 @@ print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temp
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing's own, which type checkers know by its name: nothing at all is imported here
+from . import errors as _errors  # which imports nothing
+
+TYPE_CHECKING = False  # typing's own, which type checkers know by its name: nothing else is imported here
 if TYPE_CHECKING:
     from .api import LLM
     from .drafters.base import DraftContext, Drafter, TargetView
@@ -76,41 +78,16 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Which module holds each public name. A module is imported when one of its names is first used: torch and transformers
-# take seconds to import, and `headstart --help` needs neither.
-_MODULES = {
-    "api": ("LLM",),
-    "drafters.base": ("DraftContext", "Drafter", "TargetView"),
-    "engine.inbox": ("Inbox", "Reader"),
-    "engine.stream": ("Stream",),
-    "errors": (
-        "EngineBusy",
-        "EngineStopped",
-        "GenerationFailed",
-        "HeadstartError",
-        "HeadstartWarning",
-        "InvalidParameter",
-        "MissingExtra",
-        "ModelNotFound",
-        "ModelRefused",
-        "PromptTooLong",
-    ),
-    "tensors": ("SpeculativeOutput", "speculative_decode"),
-    "types": (
-        "Choice",
-        "Completion",
-        "DraftView",
-        "Piece",
-        "Proposal",
-        "Request",
-        "Round",
-        "SamplingParams",
-        "Stats",
-        "TokenLogprob",
-        "Verdict",
-    ),
+# Which module holds each public name. It is imported when one of its names is first used: torch and transformers take
+# seconds to import, and `headstart --help` needs neither.
+_HOMES = {
+    **{name: "errors" if hasattr(_errors, name) else "types" for name in __all__},
+    "LLM": "api",
+    **dict.fromkeys(("DraftContext", "Drafter", "TargetView"), "drafters.base"),
+    **dict.fromkeys(("Inbox", "Reader"), "engine.inbox"),
+    "Stream": "engine.stream",
+    **dict.fromkeys(("SpeculativeOutput", "speculative_decode"), "tensors"),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 if not TYPE_CHECKING:  # so that a wrong name is still found without running anything

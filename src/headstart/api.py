@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Stream"]
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -158,14 +160,7 @@ class LLM:
         answered. One of many that fails on its way comes back with ``finish_reason="error"`` and ``error``.
         """
         many, single = read_prompts(prompts)
-        each = one_each("params", settings_of(params, sampling_params), SamplingParams, len(many))
-        guesses = one_each("prediction", prediction, (str, type(None)), len(many))
-        requests = []
-        for index, prompt in enumerate(many):
-            with numbered("prompt", index, alone=single):
-                requests.append(self._request(self._encode(prompt), each[index], guesses[index]))
-        completions = self._run(requests, "prompt", alone=single)
-        return completions[0] if single else completions
+        return self._answers("prompt", many, self._encode, single, settings_of(params, sampling_params), prediction)
 
     def chat(
         self,
@@ -180,15 +175,8 @@ class LLM:
         A message may have a ``name``, and a content that is a list of text parts. The rest as in ``generate``.
         """
         many, single = read_conversations(messages)
-        each = one_each("params", settings_of(params, sampling_params), SamplingParams, len(many))
-        guesses = one_each("prediction", prediction, (str, type(None)), len(many))
-        requests = []
-        for index, conversation in enumerate(many):
-            with numbered("conversation", index, alone=single):
-                ids = self._need_codec().encode_chat(conversation)
-                requests.append(self._request(ids, each[index], guesses[index]))
-        completions = self._run(requests, "conversation", alone=single)
-        return completions[0] if single else completions
+        settings = settings_of(params, sampling_params)
+        return self._answers("conversation", many, self._encode_chat, single, settings, prediction)
 
     def stream(
         self,
@@ -228,7 +216,7 @@ class LLM:
     ) -> Request:
         """A request for ``Inbox.submit``, checked and tokenized (a long prompt takes milliseconds)."""
         if is_conversation(prompt):
-            ids = self._need_codec().encode_chat(prompt)  # type: ignore[arg-type]
+            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
         else:
             ids = self._encode(read_prompt(prompt))
         [settings] = one_each("params", settings_of(params, None), SamplingParams, 1)
@@ -298,6 +286,22 @@ class LLM:
 
     # -- running requests
 
+    def _answers(
+        self, what: str, asked: Sequence[T], encode: Callable[[T], list[int]], alone: bool, params: Any, prediction: Any
+    ) -> Completion | list[Completion]:
+        """``what`` they are, for an error that says which of them; ``alone``: one was asked, and one comes back.
+
+        ``params`` and ``prediction``: one for all, or one for each.
+        """
+        each = one_each("params", params, SamplingParams, len(asked))
+        guesses = one_each("prediction", prediction, (str, type(None)), len(asked))
+        requests = []
+        for index, one in enumerate(asked):
+            with numbered(what, index, alone=alone):
+                requests.append(self._request(encode(one), each[index], guesses[index]))
+        completions = self._run(requests, what, alone=alone)
+        return completions[0] if alone else completions
+
     def _run(self, requests: list[Request], what: str, *, alone: bool) -> list[Completion]:
         """All requests to their ends. The queue is bounded, so they go in as places come free.
 
@@ -343,6 +347,9 @@ class LLM:
 
     def _encode(self, prompt: Written) -> list[int]:
         return self._need_codec().encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _encode_chat(self, conversation: Messages) -> list[int]:
+        return self._need_codec().encode_chat(conversation)
 
     def _need_codec(self) -> TextCodec:
         if self._codec is None:

@@ -12,7 +12,9 @@ from typing import Any, Literal, Self
 from .errors import InvalidParameter
 from .values import plain
 
-__all__ = ["Config", "DraftConfig", "EngineConfig"]
+__all__ = ["MAX_GAMMA", "Config", "DraftConfig", "EngineConfig"]
+
+MAX_GAMMA = 64  # tokens that a round can draft at the most
 
 
 def _at_least(name: str, value: object, low: int) -> None:
@@ -49,11 +51,12 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         whole = isinstance(self.gamma, int) and not isinstance(self.gamma, bool)
-        if self.gamma != "auto" and not (whole and 0 <= self.gamma <= 64):
-            raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 0 to 64, not {self.gamma!r}")
+        if self.gamma != "auto" and not (whole and 0 <= self.gamma <= MAX_GAMMA):
+            allowed = f"'auto' or a whole number from 0 to {MAX_GAMMA}"
+            raise InvalidParameter("gamma", f"must be {allowed}, not {self.gamma!r}")
         _at_least("max_gamma", self.max_gamma, 1)
-        if self.max_gamma > 64:
-            raise InvalidParameter("max_gamma", f"must be at most 64, not {self.max_gamma}")
+        if self.max_gamma > MAX_GAMMA:
+            raise InvalidParameter("max_gamma", f"must be at most {MAX_GAMMA}, not {self.max_gamma}")
 
     @property
     def most(self) -> int:

@@ -17,19 +17,6 @@ Knows: how to name a fault. Does not know: who raises it or who shows it.
 
 from __future__ import annotations
 
-__all__ = [
-    "EngineBusy",
-    "EngineStopped",
-    "GenerationFailed",
-    "HeadstartError",
-    "HeadstartWarning",
-    "InvalidParameter",
-    "MissingExtra",
-    "ModelNotFound",
-    "ModelRefused",
-    "PromptTooLong",
-]
-
 
 class HeadstartError(Exception):
     """The root: catch this to catch everything Headstart raises on purpose."""

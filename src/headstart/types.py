@@ -18,7 +18,7 @@ Glossary, used with the same meaning everywhere:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from .errors import PromptTooLong
@@ -141,6 +141,16 @@ class Proposal:
         n = len(tokens)
         return Proposal(tuple(tokens), tuple(range(-1, n - 1)), q, "point" if q is None else "iid", strength)
 
+    def cut(self, n: int) -> Proposal | None:
+        """The first n tokens; parents stand before their children, so a tree stays one. None: nothing is left.
+
+        Tokens that were drawn at random may be cut only by what was known before they were drawn.
+        """
+        if n >= len(self):
+            return self
+        q = None if self.q is None else self.q[:n]
+        return replace(self, tokens=self.tokens[:n], parents=self.parents[:n], q=q) if n else None
+
     @property
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.tokens) - 1))
@@ -156,6 +166,14 @@ class Verdict:
     path: tuple[int, ...]
     token: int
     origin: Origin  # of ``token``: correction, bonus, or plain when nothing was drafted
+
+    @staticmethod
+    def on(proposal: Proposal | None, path: Sequence[int], token: int) -> Verdict:
+        """A correction is a token where something was drafted behind the last accepted one."""
+        if proposal is None:
+            return Verdict((), token, "plain")
+        leaf = path[-1] if path else -1
+        return Verdict(tuple(path), token, "correction" if leaf in proposal.parents else "bonus")
 
 
 @dataclass(frozen=True)
@@ -199,8 +217,20 @@ class Piece:
     finish_reason: FinishReason | None = None  # set on the last piece of a choice
 
 
+class Accepting:
+    """Whatever counts drafted and accepted tokens."""
+
+    drafted: int
+    accepted: int
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
 @dataclass(frozen=True)
-class Stats:
+class Stats(Accepting):
     """What speculation did for one choice, summed from its ``Round`` records."""
 
     drafted: int = 0
@@ -216,11 +246,6 @@ class Stats:
     verify_seconds: float = 0.0
     waiting_seconds: float = 0.0  # from submit to the first prefill: the time in the line
     first_token_seconds: float = 0.0  # from submit to the first token, the time in the line included; 0: there is none
-
-    @property
-    def acceptance_rate(self) -> float:
-        """alpha; 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def acceptance_length(self) -> float:

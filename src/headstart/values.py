@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import InvalidParameter
 
-__all__ = ["INT64", "flag", "ids", "integer", "number", "plain", "shown"]
+__all__ = ["INT64", "at_least_one", "flag", "ids", "integer", "number", "plain", "shown"]
 
 INT64 = 2**63 - 1  # what a kernel can count to
 
@@ -66,6 +66,13 @@ def integer(name: str, value: object, low: int, high: int = INT64) -> int:
         bound = f"at least {low}" if high == INT64 and read < low else f"between {low} and {high}"
         raise InvalidParameter(name, f"must be {bound}, not {shown(read)}")
     return read
+
+
+def at_least_one(record: object, *names: str) -> None:
+    """Refuse a record of settings in which one of these counts is below 1."""
+    for name in names:
+        if getattr(record, name) < 1:
+            raise InvalidParameter(name, f"must be at least 1, not {getattr(record, name)}")
 
 
 def flag(name: str, value: object) -> bool:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..config import EngineConfig
 from ..errors import GenerationFailed, InvalidParameter
 from ..types import Choice, Completion, SamplingParams, Stats
 from .prompts import Question
@@ -16,7 +17,6 @@ from .prompts import Question
 __all__ = ["answered", "as_json", "ask", "in_order"]
 
 _AHEAD = 256  # questions handed to the engine before the answer that is waited for
-_MOST_WAITING = 1024  # choices; the engine takes no more in
 
 
 def ask(llm: Any, question: Question, params: SamplingParams, *, raw: bool) -> Any:
@@ -33,7 +33,7 @@ def in_order(
     llm: Any, questions: Sequence[Question], params: SamplingParams, *, raw: bool
 ) -> Iterator[Completion | str]:
     """Each question's answer, or why it has none. Later ones are worked on while an earlier one is waited for."""
-    ahead = max(1, min(_AHEAD, _MOST_WAITING // params.n))
+    ahead = max(1, min(_AHEAD, EngineConfig.max_waiting // params.n))
     running: deque[Any] = deque()
     waiting = iter(questions)
     try:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Completion, SamplingParams
+from .answers import ask
 from .options import MaxTokens, ModelOptions
+from .prompts import Question
 from .screen import Answer, describe, legend, output, show_table
 
 __all__ = ["demo"]
@@ -88,8 +90,7 @@ def _row(name: str, fast: Completion, plain: Completion) -> tuple[str, ...]:
 def _run(llm: Any, prompt: str, max_tokens: int, *, speculate: bool, answer: Answer | None = None) -> Completion:
     """Answer one prompt; with ``answer``, shown as it comes."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, speculate=speculate)
-    asked: Any = [{"role": "user", "content": prompt}] if llm.has_chat_template else prompt
-    running = llm.stream(asked, params)
+    running = ask(llm, Question(prompt), params, raw=False)
     for piece in running:
         if answer is not None:
             answer.write(piece)

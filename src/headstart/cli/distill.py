@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ..errors import InvalidParameter
 from ..machine.progress import Tell, silent, telling
-from .options import TargetOptions, option
+from .options import TargetOptions, section
 from .screen import describe, notes, output, show_table
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["distill"]
 
-_DATA, _DRAFT, _TRAINING = "Data", "The draft", "Training"
+_data, _draft, _training = map(section, ("Data", "The draft", "Training"))
 
 
 @dataclass(frozen=True)
@@ -33,57 +33,38 @@ class DistillOptions:
 
     kind: Annotated[
         str,
-        option(
-            of="KIND",
-            section=_DRAFT,
-            help="head: a small head on the target's hidden states; model: a shallow language model.",
-        ),
+        _draft(of="KIND", help="head: a small head on the target's hidden states; model: a shallow language model."),
     ] = "head"
-    vocab: Annotated[int, option(of="N", section=_DRAFT, help="Words a head can say.")] = 8192
-    layers: Annotated[int, option(of="N", section=_DRAFT, help="Layers of a model draft.")] = 2
-    width: Annotated[
-        int | None, option(of="N", section=_DRAFT, help="Width of the draft; without it: the target's.")
-    ] = None
+    vocab: Annotated[int, _draft(of="N", help="Words a head can say.")] = 8192
+    layers: Annotated[int, _draft(of="N", help="Layers of a model draft.")] = 2
+    width: Annotated[int | None, _draft(of="N", help="Width of the draft; without it: the target's.")] = None
     donor: Annotated[
-        str | None,
-        option(of="MODEL", section=_DRAFT, help="Whose layers a model draft copies. Without it: the target's."),
+        str | None, _draft(of="MODEL", help="Whose layers a model draft copies. Without it: the target's.")
     ] = None
     prompts: Annotated[
         Path | None,
-        option(
-            of="FILE",
-            section=_DATA,
-            help="A prompt a line, or .jsonl with the field 'prompt'. Without it the target writes its own.",
+        _data(
+            of="FILE", help="A prompt a line, or .jsonl with the field 'prompt'. Without it the target writes its own."
         ),
     ] = None
-    sequences: Annotated[int, option(of="N", section=_DATA, help="Answers to learn from.")] = 2000
+    sequences: Annotated[int, _data(of="N", help="Answers to learn from.")] = 2000
     temperatures: Annotated[
-        str,
-        option(of="T,T", section=_DATA, help="Temperatures that will be served, with commas; 0 is greedy."),
+        str, _data(of="T,T", help="Temperatures that will be served, with commas; 0 is greedy.")
     ] = "0,0.7,1"
-    answer_tokens: Annotated[int, option(of="N", section=_DATA, help="The most tokens of an answer.")] = 192
-    rows: Annotated[int, option(of="N", section=_DATA, help="Answers written together.")] = 16
-    steps: Annotated[int, option(of="N", section=_TRAINING, help="The most steps of training.")] = 2000
-    batch: Annotated[int, option(of="N", section=_TRAINING, help="Sequences a step.")] = 16
-    accumulate: Annotated[int, option(of="N", section=_TRAINING, help="Pieces a step is cut into, to save memory.")] = 1
-    learning_rate: Annotated[float, option(of="X", section=_TRAINING, help="The highest learning rate.")] = 1.5e-3
-    loss: Annotated[
-        str, option(of="LOSS", section=_TRAINING, help="forward (KL), reverse (KL), tv (total variation) or mix.")
-    ] = "mix"
+    answer_tokens: Annotated[int, _data(of="N", help="The most tokens of an answer.")] = 192
+    rows: Annotated[int, _data(of="N", help="Answers written together.")] = 16
+    steps: Annotated[int, _training(of="N", help="The most steps of training.")] = 2000
+    batch: Annotated[int, _training(of="N", help="Sequences a step.")] = 16
+    accumulate: Annotated[int, _training(of="N", help="Pieces a step is cut into, to save memory.")] = 1
+    learning_rate: Annotated[float, _training(of="X", help="The highest learning rate.")] = 1.5e-3
+    loss: Annotated[str, _training(of="LOSS", help="forward (KL), reverse (KL), tv (total variation) or mix.")] = "mix"
     optimizer: Annotated[
-        str, option(of="NAME", section=_TRAINING, help="muon (for the matrices, with adamw for the rest) or adamw.")
+        str, _training(of="NAME", help="muon (for the matrices, with adamw for the rest) or adamw.")
     ] = "muon"
     patience: Annotated[
-        int,
-        option(
-            of="N",
-            section=_TRAINING,
-            help="Stop after this many measurements without a better predicted speed-up; 0: never.",
-        ),
+        int, _training(of="N", help="Stop after this many measurements without a better predicted speed-up; 0: never.")
     ] = 6
-    seed: Annotated[
-        int, option(of="N", section=_TRAINING, help="The same seed makes the same draft on the same machine.")
-    ] = 0
+    seed: Annotated[int, _training(of="N", help="The same seed makes the same draft on the same machine.")] = 0
 
     def settings(self) -> DistillSettings:
         from ..distill.data import DataSettings
@@ -121,14 +102,7 @@ class DistillOptions:
 
 
 Out = Annotated[
-    Path,
-    option(
-        "--out",
-        "-o",
-        of="FOLDER",
-        section=_DRAFT,
-        help="Where the draft goes; a run that was killed goes on there.",
-    ),
+    Path, _draft("--out", "-o", of="FOLDER", help="Where the draft goes; a run that was killed goes on there.")
 ]
 
 
@@ -222,11 +196,9 @@ class _Screen:
 
 
 def _show(before: Any, after: Any, out: Path) -> None:
-    columns = ("", "alpha, greedy", "tau, greedy", "alpha, T = 1", "tau, T = 1", "speed-up, greedy")
-    rows = [
-        (name, f"{f.alpha_greedy:.3f}", f"{f.tau_greedy:.2f}", f"{f.alpha:.3f}", f"{f.tau:.2f}", f"{f.speedup:.2f}x")
-        for name, f in (("before", before), ("after", after))
-    ]
+    from ..distill.proof import COLUMNS
+
+    rows = [(name, *figures.cells()) for name, figures in (("before", before), ("after", after))]
     console = output()
-    show_table(console, f"Held-out prompts, {after.gamma} tokens drafted a round", columns, rows)
+    show_table(console, f"Held-out prompts, {after.gamma} tokens drafted a round", ("", *COLUMNS), rows)
     console.print(f"The draft is in {out}; use it with --draft {out}", markup=False)

@@ -11,44 +11,39 @@ from typing import Annotated, Any
 
 import typer
 
+from ..config import EngineConfig
 from ..errors import GenerationFailed, InvalidParameter
 from ..machine.progress import silent, telling
 from ..types import Completion, SamplingParams
 from .answers import answered, as_json, ask, in_order
-from .options import MODEL, FullSamplingOptions, ModelOptions, option
+from .options import MODEL, FullSamplingOptions, ModelOptions, option, section
 from .prompts import Question, one_question, questions_in
 from .screen import Answer, closing_line, facts, legend, note, summary, what_runs
 
 __all__ = ["generate"]
 
-_INPUT, _OUTPUT = "Input", "Output"
-_MOST_ROWS = 8
+_input, _output = section("Input"), section("Output")
 
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: standard input.")]
 Prompts = Annotated[
     str | None,
-    option(
+    _input(
         of="FILE",
-        section=_INPUT,
         help="Many prompts: one a line, or a .jsonl file with 'prompt' or 'messages' (and 'prediction') on each line. "
         "Answers come in order.",
     ),
 ]
-Raw = Annotated[
-    bool, option("--raw", section=_INPUT, help="Continue the prompt as it is, without the model's chat template.")
-]
-Prediction = Annotated[
-    str | None, option(of="TEXT", section=_INPUT, help="Text that you expect in the answer; lookup drafts from it.")
-]
-Json = Annotated[
-    bool, option("--json", section=_OUTPUT, help="One JSON object a prompt, each on a line, instead of text.")
-]
-Logprobs = Annotated[
-    int | None, option(of="K", section=_OUTPUT, help="With --json: log-probabilities of the K likeliest tokens.")
-]
+Raw = Annotated[bool, _input("--raw", help="Continue the prompt as it is, without the model's chat template.")]
+Prediction = Annotated[str | None, _input(of="TEXT", help="Text that you expect in the answer; lookup drafts from it.")]
+Json = Annotated[bool, _output("--json", help="One JSON object a prompt, each on a line, instead of text.")]
+Logprobs = Annotated[int | None, _output(of="K", help="With --json: log-probabilities of the K likeliest tokens.")]
 MaxRows = Annotated[
     int | None,
-    option(of="N", section=MODEL, help="Answers written together. Without it: as many as are asked for, at most 8."),
+    option(
+        of="N",
+        section=MODEL,
+        help=f"Answers written together. Without it: as many as are asked for, at most {EngineConfig.max_rows}.",
+    ),
 ]
 
 
@@ -76,7 +71,7 @@ def generate(
     questions = [one_question(prompt, prediction)] if prompts is None else questions_in(prompts, prediction)
     params = sampling.params(logprobs=logprobs)
     wanted = len(questions) * params.n
-    llm = model.open(rows=min(wanted, _MOST_ROWS) if max_rows is None else max_rows)
+    llm = model.open(rows=min(wanted, EngineConfig.max_rows) if max_rows is None else max_rows)
     show = _Json(llm, numbered=prompts is not None) if json_lines else _Texts(len(questions), params.n)
     if prompts is not None:
         _many(llm, questions, params, raw=raw, show=show)

@@ -13,14 +13,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from importlib import import_module
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..config import Config
+from ..config import MAX_GAMMA, Config
 from ..errors import InvalidParameter
 from ..machine.progress import Tell, telling
+from ..sampling import BIAS, PENALTY
 from ..types import SamplingParams
 from .screen import facts, note, show_log
 from .stopping import StopAtOnce
@@ -38,6 +40,7 @@ __all__ = [
     "Temperature",
     "TopP",
     "option",
+    "section",
     "spread",
 ]
 
@@ -49,14 +52,20 @@ def option(*names: str, of: str = "", section: str, help: str) -> Any:
     return typer.Option(*names, metavar=of or None, rich_help_panel=section, help=help)
 
 
+def section(name: str) -> Callable[..., Any]:
+    """``option`` for those under one heading of the help."""
+    return partial(option, section=name)
+
+
+_PENALTY = "{:g} to {:g}".format(*PENALTY)
+_model, _drafting, _sampling, _length = map(section, (MODEL, DRAFTING, SAMPLING, LENGTH))
+
 # Their defaults differ from command to command.
-MaxTokens = Annotated[int, option("--max-tokens", "-n", of="N", section=LENGTH, help="The most tokens to write.")]
+MaxTokens = Annotated[int, _length("--max-tokens", "-n", of="N", help="The most tokens to write.")]
 Temperature = Annotated[
-    float, option("--temperature", "-t", of="T", section=SAMPLING, help="0 always takes the likeliest token (greedy).")
+    float, _sampling("--temperature", "-t", of="T", help="0 always takes the likeliest token (greedy).")
 ]
-TopP = Annotated[
-    float, option(of="P", section=SAMPLING, help="Draw from the fewest tokens that have this probability together.")
-]
+TopP = Annotated[float, _sampling(of="P", help="Draw from the fewest tokens that have this probability together.")]
 
 
 @dataclass(frozen=True)
@@ -65,27 +74,22 @@ class TargetOptions:
 
     model: Annotated[
         str | None,
-        option(
+        _model(
             "--model",
             "-m",
             of="MODEL",
-            section=MODEL,
             help="A folder, a .gguf file or a Hugging Face hub id. Without it: the embedded SmolLM2-135M-Instruct.",
         ),
     ] = None
-    revision: Annotated[
-        str | None, option(of="NAME", section=MODEL, help="Branch, tag or commit of a model from the hub.")
-    ] = None
-    dtype: Annotated[str, option(of="TYPE", section=MODEL, help="auto, float32, bfloat16 or float16.")] = "auto"
+    revision: Annotated[str | None, _model(of="NAME", help="Branch, tag or commit of a model from the hub.")] = None
+    dtype: Annotated[str, _model(of="TYPE", help="auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[
-        str | None, option(of="DEVICE", section=MODEL, help="cpu, cuda, cuda:1 ... Without it: a GPU if there is one.")
+        str | None, _model(of="DEVICE", help="cpu, cuda, cuda:1 ... Without it: a GPU if there is one.")
     ] = None
     trust_remote_code: Annotated[
         bool,
-        option(
-            "--trust-remote-code",
-            section=MODEL,
-            help="Let Python code from the model's folder or repository run on this machine.",
+        _model(
+            "--trust-remote-code", help="Let Python code from the model's folder or repository run on this machine."
         ),
     ] = False
     verbose: Annotated[
@@ -113,42 +117,32 @@ class ModelOptions(TargetOptions):
 
     quantization: Annotated[
         str,
-        option(
+        _model(
             of="KIND",
-            section=MODEL,
             help="Weights of the model: int8, int4, none (as they are), or auto (the embedded model's own 4-bit "
             "weights on a CPU; others as they are).",
         ),
     ] = "auto"
-    max_model_len: Annotated[
-        int | None, option(of="N", section=MODEL, help="The most tokens of prompt and answer together.")
-    ] = None
+    max_model_len: Annotated[int | None, _model(of="N", help="The most tokens of prompt and answer together.")] = None
     draft: Annotated[
         str,
-        option(
+        _drafting(
             "--draft",
             "-d",
             of="DRAFT",
-            section=DRAFTING,
             help="Who drafts: lookup (copies from the text so far), a smaller model or a head (folder or hub id), "
             "none, or auto (the embedded model's own head; lookup for any other model).",
         ),
     ] = "auto"
     gamma: Annotated[
         str,
-        option(
-            of="N",
-            section=DRAFTING,
-            help="Tokens to draft a round: 1 to 64, 0 for none, or auto to measure and choose.",
+        _drafting(
+            of="N", help=f"Tokens to draft a round: 1 to {MAX_GAMMA}, 0 for none, or auto to measure and choose."
         ),
     ] = "auto"
     draft_quantization: Annotated[
         str,
-        option(
-            of="KIND",
-            section=DRAFTING,
-            help="Weights of a draft model, which cannot change the text: int8, int4, none or auto.",
-        ),
+        _drafting(of="KIND", help="Weights of a draft model, which cannot change the text: int8, int4, none or auto."),
     ] = "auto"
 
     def open(self, rows: int = 1) -> Any:
@@ -183,28 +177,21 @@ class SamplingOptions:
     max_tokens: MaxTokens = 128
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
-    top_k: Annotated[int, option(of="K", section=SAMPLING, help="Draw from the K likeliest tokens; 0: from all.")] = 0
-    min_p: Annotated[
-        float,
-        option(of="P", section=SAMPLING, help="Leave out tokens less likely than P times the likeliest."),
-    ] = 0.0
-    seed: Annotated[
-        int | None,
-        option(of="N", section=SAMPLING, help="Repeatable sampling: the same seed gives the same text."),
-    ] = None
+    top_k: Annotated[int, _sampling(of="K", help="Draw from the K likeliest tokens; 0: from all.")] = 0
+    min_p: Annotated[float, _sampling(of="P", help="Leave out tokens less likely than P times the likeliest.")] = 0.0
+    seed: Annotated[int | None, _sampling(of="N", help="Repeatable sampling: the same seed gives the same text.")] = (
+        None
+    )
     verification: Annotated[
         str | None,
-        option(
+        _drafting(
             of="RULE",
-            section=DRAFTING,
             help="How drafted tokens are checked when sampling. Each rule keeps the model's own distribution: block "
             "accepts the most, token is the classical one, coupled gives a seed's text whatever drafts. Without it: "
             "coupled with --seed, else block.",
         ),
     ] = None
-    speculate: Annotated[
-        bool, option("--speculate/--plain", section=DRAFTING, help="--plain decodes without drafting.")
-    ] = True
+    speculate: Annotated[bool, _drafting("--speculate/--plain", help="--plain decodes without drafting.")] = True
 
     def params(self, **more: Any) -> SamplingParams:
         """As the engine takes them; whatever was not given is the engine's to choose."""
@@ -217,43 +204,33 @@ class FullSamplingOptions(SamplingOptions):
     """The rest of it, for a single command and for programs that call it."""
 
     presence_penalty: Annotated[
-        float, option(of="X", section=SAMPLING, help="-2 to 2; above 0: against tokens that the answer has.")
+        float, _sampling(of="X", help=f"{_PENALTY}; above 0: against tokens that the answer has.")
     ] = 0.0
     frequency_penalty: Annotated[
-        float, option(of="X", section=SAMPLING, help="-2 to 2; the same, for each time that it has them.")
+        float, _sampling(of="X", help=f"{_PENALTY}; the same, for each time that it has them.")
     ] = 0.0
     repetition_penalty: Annotated[
-        float, option(of="X", section=SAMPLING, help="Above 1: against tokens that prompt or answer have.")
+        float, _sampling(of="X", help="Above 1: against tokens that prompt or answer have.")
     ] = 1.0
     logit_bias: Annotated[
         list[str] | None,
-        option(
+        _sampling(
             "--logit-bias",
             of="ID=VALUE",
-            section=SAMPLING,
-            help="Add VALUE (-100 to 100) to the logit of the token with this ID. May be repeated.",
+            help=f"Add VALUE ({BIAS[0]:g} to {BIAS[1]:g}) to the logit of the token with this ID. May be repeated.",
         ),
     ] = None
     n: Annotated[
-        int,
-        option(
-            "--n",
-            of="N",
-            section=SAMPLING,
-            help="Answers to each prompt. Not to be confused with -n, which is --max-tokens.",
-        ),
+        int, _sampling("--n", of="N", help="Answers to each prompt. Not to be confused with -n, which is --max-tokens.")
     ] = 1
-    min_tokens: Annotated[int, option(of="N", section=LENGTH, help="Do not stop before this many tokens.")] = 0
-    stop: Annotated[
-        list[str] | None, option("--stop", of="TEXT", section=LENGTH, help="Stop before this text. May be repeated.")
-    ] = None
+    min_tokens: Annotated[int, _length(of="N", help="Do not stop before this many tokens.")] = 0
+    stop: Annotated[list[str] | None, _length("--stop", of="TEXT", help="Stop before this text. May be repeated.")] = (
+        None
+    )
     stop_token_id: Annotated[
-        list[int] | None,
-        option("--stop-token-id", of="ID", section=LENGTH, help="Stop at the token with this ID. May be repeated."),
+        list[int] | None, _length("--stop-token-id", of="ID", help="Stop at the token with this ID. May be repeated.")
     ] = None
-    ignore_eos: Annotated[
-        bool, option("--ignore-eos", section=LENGTH, help="Go on when the model says that it has finished.")
-    ] = False
+    ignore_eos: Annotated[bool, _length("--ignore-eos", help="Go on when the model says that it has finished.")] = False
 
     def params(self, **more: Any) -> SamplingParams:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -288,14 +265,12 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _gamma(text: str) -> int | Literal["auto"]:
-    """A number or "auto"; which numbers will do is the engine's to say."""
-    if text == "auto":
-        return "auto"
+def _gamma(text: str) -> int | str:
+    """A number, or the text as it is: which of them will do is the engine's to say."""
     try:
         return int(text)
     except ValueError:
-        raise InvalidParameter("gamma", f"must be 'auto' or a whole number from 0 to 64, not {text!r}") from None
+        return text
 
 
 def _kind(text: str) -> Any:

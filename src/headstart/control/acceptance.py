@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..maths.cost import reach
+from ..maths.limits import MAX_STRENGTH
 from ..types import Proposal
 
-__all__ = ["MAX_STRENGTH", "PAID", "UNKNOWN", "Acceptance"]
+__all__ = ["PAID", "UNKNOWN", "Acceptance"]
 
-MAX_STRENGTH = 16  # longer matches are as good as this one
 UNKNOWN = 0  # a free guess whose drafter does not say how sure it is
 PAID = -1  # a guess whose every token cost time: how many there are was settled before, whatever its drafter says of it
 
@@ -67,13 +68,8 @@ class Acceptance:
     def chances(self, sequence_id: str, strength: int, length: int) -> list[float]:
         """A_1 .. A_length: the chance that the first i guesses all hold."""
         own = self._own.get(sequence_id, {})
-        chances, together = [], 1.0
-        for ahead in range(length):
-            grown = _grown(strength, ahead)
-            known = own.get(grown) or self._shared_hits(grown)
-            together *= known.rate
-            chances.append(together)
-        return chances
+        grown = (_grown(strength, ahead) for ahead in range(length))
+        return reach([(own.get(each) or self._shared_hits(each)).rate for each in grown], length)
 
     def chances_of(self, sequence_id: str, proposal: Proposal, *, paid: bool) -> list[float]:
         """What each of a proposal's tokens is expected to add. Those of a tree share their level's chance."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ..maths.draft_cost import DraftSeconds
+from ..maths.cost import best_length, break_even, by_width, round_tokens
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
-from .costs import Costs, by_width
+from .costs import Costs, DraftSeconds
 
 __all__ = ["AdaptiveController"]
 
@@ -20,9 +20,8 @@ __all__ = ["AdaptiveController"]
 class AdaptiveController:
     """Drafts as far as it pays.
 
-    Expected tokens of a round with draft length g: tau(g) = 1 + sum_i A_i, A_i the chance that the first i guesses
-    all hold. Seconds: a draft of g tokens, and what a round g + 1 wide takes besides. The round's width is
-    chosen for all its rows together, since they share the forward.
+    By the cost model of ``maths.cost``, in seconds: a draft of gamma tokens, and what a round gamma + 1 wide takes
+    besides. The round's width is chosen for all its rows together, since they share the forward.
     """
 
     PROBE_EVERY = 24  # rounds without a draft before a sequence gets to try again
@@ -73,7 +72,7 @@ class AdaptiveController:
         width = self._best_width(chances, 0.0, 0.0)
         limits = [len(p) if p is not None else 0 for p in proposals]
         keep = self._with_probes(views, [min(width, limit) for limit in limits], limits)
-        return [_cut(p, n) if cut else p for p, n, cut in zip(proposals, keep, loose, strict=True)]
+        return [p.cut(n) if p is not None and cut else p for p, n, cut in zip(proposals, keep, loose, strict=True)]
 
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:
@@ -106,11 +105,11 @@ class AdaptiveController:
         pace, wider = self._pace_and_price()
         if not pace or not self._drafting:
             return 0.0
-        return pace * (self._drafting.line()[1] + wider) / self._acceptance.rate(PAID)
+        return break_even(self._drafting.line()[1] + wider, pace) / self._acceptance.rate(PAID)
 
     def least_kept(self) -> float:
         pace, wider = self._pace_and_price()
-        return pace * wider
+        return break_even(wider, pace)
 
     def least_chances(self) -> tuple[float, float]:
         return self.least_kept(), self.least_hope()
@@ -139,29 +138,20 @@ class AdaptiveController:
     def _best_width(self, chances: Sequence[Sequence[float]], start: float, step: float) -> int:
         """The draft length that gives the most tokens a second over all rows. ``start``, ``step``: seconds that any
         draft takes, and more for each of its tokens."""
-        rows = len(chances)
-        longest = max((len(c) for c in chances), default=0)
-        table = self._costs.table(rows)
-        if not table or not longest:
+        table, tokens = self._costs.table(len(chances)), round_tokens(chances)
+        if not table or len(tokens) == 1:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        best, best_speed, plain_speed = 0, 0.0, 0.0
-        emitted = float(rows)
-        for gamma, forward in enumerate(by_width(table, longest + 1)):
-            if gamma:
-                emitted += sum(c[gamma - 1] for c in chances if len(c) >= gamma)
-            drafting = start + gamma * step if gamma else 0.0
-            speed = emitted / max(forward + drafting, 1e-9)
-            if gamma == 0:
-                plain_speed = speed
-            if speed > (best_speed if best else best_speed * self.WORTH_IT):
-                best, best_speed = gamma, speed
+        forwards = by_width(table, len(tokens))
+        drafts = [start + gamma * step if gamma else 0.0 for gamma in range(len(tokens))]
+        speeds = [t / max(f + d, 1e-9) for t, f, d in zip(tokens, forwards, drafts, strict=True)]
+        best = best_length(speeds, self.WORTH_IT)
         if best:
             self._pays = True
         else:
             alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
             self._reason = (
                 f"drafting does not pay now: about {alpha:.0%} of first guesses hold, "
-                f"and plain decoding is expected to give {plain_speed:.1f} tokens/s"
+                f"and plain decoding is expected to give {speeds[0]:.1f} tokens/s"
             )
         return best
 
@@ -173,12 +163,3 @@ class AdaptiveController:
             if limits[i] and self._idle.get(view.id, 0) >= self.PROBE_EVERY:
                 chosen[i] = min(2, limits[i])
         return chosen
-
-
-def _cut(proposal: Proposal | None, n: int) -> Proposal | None:
-    """The first n tokens of a deterministic guess; parents stand before their children, so a tree stays one."""
-    if proposal is None or n == 0:
-        return None
-    if n >= len(proposal):
-        return proposal
-    return Proposal(proposal.tokens[:n], proposal.parents[:n], None, "point", proposal.strength)

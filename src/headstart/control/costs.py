@@ -1,33 +1,33 @@
-"""What a round costs by its width, measured as it goes.
+"""What a round costs by its width, and a draft by its length, measured as it goes.
 
-Knows: seconds of rounds, by rows and width. Does not know: what is drafted, or whether it holds.
+Knows: seconds of the last rounds and drafts. Does not know: who drafts, or whether it holds; how lines are read off
+measurements (``maths.cost``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
 
-from ..maths.draft_cost import slope
+from ..maths.cost import Point, slope, start_and_step
 
-__all__ = ["Costs", "by_width"]
+__all__ = ["Costs", "DraftSeconds"]
+
+LIFETIME = 200  # rounds after which a measurement is forgotten, so that one of a bad moment rules nothing out for good
 
 
 class Costs:
     """Seconds a round takes without drafting, by (rows, width), measured as it goes: the median of the last few.
 
-    A measurement is forgotten after a while, so that one taken in a bad moment does not rule a width out for good. The
-    first of a width, but for plain rounds, is not counted: what is done for the first time takes longer (a GPU loads
-    a recording when it is first played), and a width that looks dear is not tried again soon.
+    The first of a width, but for plain rounds, is not counted: what is done for the first time takes longer (a GPU
+    loads a recording when it is first played), and a width that looks dear is not tried again soon.
     """
 
-    WINDOW, LIFETIME = 7, 200
+    WINDOW = 7
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
-        self._tables: dict[int, list[tuple[int, float, int]]] = {}  # what ``table`` said since the last measurement
+        self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
         self._slopes: dict[int, float] = {}  # and ``slope``
         self._met: set[tuple[int, int]] = set()
         self._clock = 0
@@ -41,10 +41,10 @@ class Costs:
         self._slopes.clear()
         by_width = self._seen.setdefault(rows, {})
         by_width.setdefault(width, deque(maxlen=self.WINDOW)).append((self._clock, seconds))
-        for stale in [w for w, seen in by_width.items() if w > 1 and seen[-1][0] < self._clock - self.LIFETIME]:
+        for stale in [w for w, seen in by_width.items() if w > 1 and seen[-1][0] < self._clock - LIFETIME]:
             del by_width[stale]
 
-    def table(self, rows: int) -> list[tuple[int, float, int]]:
+    def table(self, rows: int) -> list[Point]:
         """(width, seconds, measurements), by width, for the measured number of rows nearest to ``rows``; empty if none.
 
         Only tables with a plain round (width 1) and something to compare it with are borrowed from another
@@ -60,7 +60,7 @@ class Costs:
             self._slopes[rows] = max(0.0, slope(self.table(rows)))
         return self._slopes[rows]
 
-    def _table(self, rows: int) -> list[tuple[int, float, int]]:
+    def _table(self, rows: int) -> list[Point]:
         own = self._seen.get(rows, {})
         if 1 not in own or len(own) == 1:
             others = [r for r, known in self._seen.items() if 1 in known and len(known) > 1]
@@ -77,11 +77,37 @@ class Costs:
         return table[::-1]
 
 
-def by_width(table: Sequence[tuple[int, float, int]], widest: int) -> list[float]:
-    """Seconds of widths 1 .. ``widest``: linear between measured ones, flat beyond them, so that an unknown width gets
-    tried. The first width measured is 1."""
-    found = [table[0][1]]
-    for (below, low, _), (above, high, _) in pairwise(table):
-        step = (high - low) / (above - below)
-        found += [low + step * (width - below) for width in range(below + 1, above + 1)]
-    return found[:widest] + [table[-1][1]] * (widest - len(found))
+class DraftSeconds:
+    """What a draft takes: a start that every draft pays (reading what was committed since the last one) and a step for
+    each of its tokens. A line through the medians of each length seen lately."""
+
+    WINDOW = 40
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float, int]] = deque(maxlen=self.WINDOW)  # tokens, seconds, when
+        self._line: tuple[float, float] | None = None
+        self._clock = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._seen.append((tokens, seconds, self._clock))
+        self._line = None
+
+    def tick(self) -> None:
+        """A round went by."""
+        self._clock += 1
+        while self._seen and self._seen[0][2] < self._clock - LIFETIME:
+            self._seen.popleft()
+            self._line = None
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of the start, and of each token."""
+        if self._line is None:
+            by_length: dict[int, list[float]] = {}
+            for tokens, seconds, _ in self._seen:
+                by_length.setdefault(tokens, []).append(seconds)
+            # A single slow moment moves no median, and a rare length counts for little.
+            self._line = start_and_step([(n, median(found), len(found)) for n, found in by_length.items()])
+        return self._line

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from .proof import Figures
+from .proof import COLUMNS, Figures
 from .train import Mark
 
 __all__ = ["Card", "draw_curve", "versions", "write_card"]
@@ -94,14 +94,10 @@ def write_card(card: Card, folder: Path) -> None:
 
 
 def _table(card: Card) -> list[str]:
-    lines = [
-        "| | alpha, greedy | tau, greedy | alpha, T = 1 | tau, T = 1 | speed-up, greedy |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, f in (("before training", card.before), ("after", card.after)):
-        if f is not None:
-            cells = f"{f.alpha_greedy:.3f} | {f.tau_greedy:.2f} | {f.alpha:.3f} | {f.tau:.2f} | {f.speedup:.2f}x"
-            lines.append(f"| {name} | {cells} |")
+    lines = [f"| | {' | '.join(COLUMNS)} |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, figures in (("before training", card.before), ("after", card.after)):
+        if figures is not None:
+            lines.append(f"| {name} | {' | '.join(figures.cells())} |")
     figures = card.after or card.before
     if figures is not None:
         lines += ["", f"{figures.prompts} prompts, {figures.gamma} tokens drafted a round."]

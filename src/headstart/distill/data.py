@@ -29,6 +29,7 @@ from ..machine.runner import EagerRunner
 from ..machine.text import TextCodec
 from ..maths.noise import derive
 from ..types import Request, SamplingParams
+from ..values import at_least_one
 from .openers import OPENERS
 from .selfplay import Marks, SelfPlay, chat_marks
 from .shards import Story, check_plan, finished_shards, read_shard, write_shard
@@ -52,9 +53,7 @@ class DataSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "shard", "prompt_tokens", "answer_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise InvalidParameter(name, f"must be at least 1, not {getattr(self, name)}")
+        at_least_one(self, "sequences", "shard", "prompt_tokens", "answer_tokens", "rows")
         if not self.temperatures or min(self.temperatures) < 0:
             raise InvalidParameter("temperatures", f"must be numbers of at least 0, not {self.temperatures}")
 

@@ -23,6 +23,7 @@ from ..errors import InvalidParameter
 from ..machine.loading import Loaded, eos_ids, load, same_tokenizer
 from ..machine.runner import EagerRunner
 from ..maths.cost import CostModel
+from ..values import at_least_one
 from .card import Card, draw_curve, write_card
 from .data import DataSettings, make_data
 from .proof import Figures, MakeDrafter, measure_cost, prove
@@ -55,9 +56,7 @@ class DistillSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("head", "model"):
             raise InvalidParameter("kind", f"must be 'head' or 'model', not {self.kind!r}")
-        for name in ("vocab", "layers", "length", "proof_prompts", "gamma", "proof_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidParameter(name, f"must be at least 1, not {getattr(self, name)}")
+        at_least_one(self, "vocab", "layers", "length", "proof_prompts", "gamma", "proof_tokens")
 
 
 class Reporter(Protocol):

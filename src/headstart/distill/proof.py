@@ -20,8 +20,9 @@ from ..machine.runner import EagerRunner
 from ..maths.cost import CostModel
 from ..types import Choice, Request, Round, SamplingParams
 
-__all__ = ["Figures", "MakeDrafter", "measure_cost", "prove"]
+__all__ = ["COLUMNS", "Figures", "MakeDrafter", "measure_cost", "prove"]
 
+COLUMNS = ("alpha, greedy", "tau, greedy", "alpha, T = 1", "tau, T = 1", "speed-up, greedy")
 MakeDrafter = Callable[[EagerRunner], Drafter]
 _WIDTHS = (1, 3, 5, 8)  # draft lengths that are timed
 
@@ -38,6 +39,13 @@ class Figures:
     tau: float
     speedup: float  # greedy: median over prompts of plain time a token over drafted time a token
     same_tokens: bool  # greedy texts with and without the draft are equal
+
+    def cells(self) -> tuple[str, ...]:
+        """For a table, under ``COLUMNS``."""
+        return (
+            *(f"{self.alpha_greedy:.3f}", f"{self.tau_greedy:.2f}", f"{self.alpha:.3f}", f"{self.tau:.2f}"),
+            f"{self.speedup:.2f}x",
+        )
 
 
 class _Bench:

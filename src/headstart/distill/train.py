@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..errors import InvalidParameter
 from ..machine.files import make_readable, sweep, temporary
-from ..maths.cost import CostModel
+from ..maths.cost import CostModel, conditional, round_tokens
+from ..values import at_least_one
 from .losses import Goal, Loss, acceptance, check_loss, distance, draft_tau
 from .shards import Corpus
 from .students import Reading, Student, Teacher
@@ -63,9 +64,7 @@ class TrainSettings:
             raise InvalidParameter(
                 "optimizer", f"must be one of {', '.join(get_args(Optimizer))}, not {self.optimizer!r}"
             )
-        for name in ("steps", "rows", "accumulate", "unroll", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InvalidParameter(name, f"must be at least 1, not {getattr(self, name)}")
+        at_least_one(self, "steps", "rows", "accumulate", "unroll", "evaluate_every", "checkpoint_every")
         if self.rows % self.accumulate:
             raise InvalidParameter("accumulate", f"must divide the {self.rows} rows of a step")
 
@@ -191,12 +190,13 @@ class Trainer:
             sums += self._reach(reading)
         self.student.module.train()
         reach = (sums[:, :-1] / sums[:, -1:].clamp_min(1)).tolist()  # A_1 .. A_K of both kinds
-        alpha, greedy = (tuple(_conditional(line)) for line in reach)
+        alpha, greedy = (tuple(conditional(line)) for line in reach)
         loss = float(self._sum) / max(1, self._since)
         self._sum.zero_()
         self._since = 0
-        best = [max(self.cost.speedup(gamma, a) for gamma in range(s.max_gamma + 1)) for a in (alpha, greedy)]
-        mark = Mark(self.step, loss, alpha, greedy, 1 + sum(reach[0]), 1 + sum(reach[1]), sum(best) / 2)
+        tau, tau_greedy = (round_tokens([line])[-1] for line in reach)
+        best = [self.cost.best_speedup(s.max_gamma, a) for a in (alpha, greedy)]
+        mark = Mark(self.step, loss, alpha, greedy, tau, tau_greedy, sum(best) / 2)
         self.marks.append(mark)
         report(mark, self.step)
 
@@ -306,10 +306,3 @@ def _guessed(reading: Reading, least: int) -> Tensor:
     found[:, :-1] = answer[:, 1:]
     found[:, :least] = False
     return found
-
-
-def _conditional(reach: list[float]) -> list[float]:
-    """A_1, A_2 .. -> a_1, a_2 .."""
-    return [
-        min(1.0, after / before) if before > 0 else 0.0 for before, after in zip([1.0, *reach], reach, strict=False)
-    ]

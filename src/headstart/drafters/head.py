@@ -23,6 +23,7 @@ from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
 from ..machine.cpu.opening import fall_back
 from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
+from ..maths.limits import LEAST_HOPE
 from ..types import DraftView, Proposal
 from .base import DraftContext, Drafter, TargetView
 from .kernel_chains import kernel_chains
@@ -33,7 +34,6 @@ __all__ = ["HeadDrafter"]
 CATCH_UP = 16  # a row that is further behind than this is brought level on its own
 CHUNK = 1024  # slots of a long prompt that are read at once
 DEPTH = 8  # levels of a tree
-LEAST_HOPE = 0.15  # about what a drafted token costs in tokens: drafting, and verifying one more
 
 Hopes = Callable[[], tuple[float, float]]
 Asked = dict[str, tuple[DraftView, int]]  # sequence id -> the sequence and its budget
@@ -277,7 +277,8 @@ class HeadDrafter(Drafter):
                         budgets[row] = min(budgets[row], end)
                 if max(budgets) <= offset + 1:
                     break
-        return self._proposals(asked, keys, budgets, torch.stack(drawn, dim=1).tolist(), pen)
+        drafted = zip(keys, pen.proposals(drawn, budgets), strict=True)
+        return {key: proposal for key, proposal in drafted if key in asked}
 
     def _least(self, rows: int) -> tuple[float, float]:
         """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
@@ -310,19 +311,6 @@ class HeadDrafter(Drafter):
     ) -> list[Tensor | None]:
         parts = zip(keys, starts, feed, strict=True)
         return [self._features(key, start, len(line)) if line else None for key, start, line in parts]
-
-    @staticmethod
-    def _proposals(
-        asked: Asked, keys: Sequence[str], budgets: Sequence[int], tokens: Sequence[list[int]], pen: Pen
-    ) -> dict[str, Proposal]:
-        q = pen.q()
-        proposals = {}
-        for row, (key, line) in enumerate(zip(keys, tokens, strict=True)):
-            if key in asked:
-                length = min(budgets[row], line.index(-1) if -1 in line else len(line))
-                own = None if q is None or pen.point[row] else q[row, :length]
-                proposals[key] = Proposal.chain(line[:length], own)
-        return proposals
 
     def _trees(self, asked: Asked) -> dict[str, Proposal]:
         """Level by level: of all children of a level's nodes, the ``branch`` that are likeliest to be reached go on.

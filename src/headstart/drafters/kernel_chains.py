@@ -14,17 +14,13 @@ from ..machine.cpu.head import HeadKernel
 from ..machine.cpu.sampling import REJECTING, Knobs, knobs_of
 from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.inner import Rule
+from ..maths.limits import AGREEMENT_HEAT, DRAWN_HEAT
 from ..types import DraftView, Proposal
-from .pen import AGREEMENT_HEAT
 
-__all__ = ["DRAWN_HEAT", "SERVED", "kernel_chains"]
+__all__ = ["SERVED", "kernel_chains"]
 
 #: penalties and bias are left to the target: a guess that heeds them takes several times as long to make here
 SERVED = Served("head kernel", DRAWING | RULES, PROCESSING | TENSORS_ONLY - RULES | {"logprobs"})
-
-# A trained head is less sure than its target: drawn a little colder, its tokens hold more often (1 - TV(p, q) of the
-# shipped one: 0.487 against 0.476 at temperature 1, 0.568 against 0.556 at 0.8 with top-p 0.95). Any q is lossless.
-DRAWN_HEAT = 0.85
 
 
 def kernel_chains(
@@ -36,8 +32,7 @@ def kernel_chains(
     budgets: Sequence[int],
     least: tuple[float, float],
 ) -> list[Proposal]:
-    """A chain for each view, of at most ``budgets[i]`` tokens. Penalties and bias are left to the target: a guess that
-    disregards them holds less often, but one that heeds them takes several times as long to make here.
+    """A chain for each view, of at most ``budgets[i]`` tokens.
 
     starts, feed, features: see ``HeadKernel``. ``least``: of the chance to be reached, what a token needs to be kept,
     and to have another one behind it.

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ..errors import InvalidParameter
+from ..maths.limits import LONG_MATCH, MAX_STRENGTH
 from ..types import DraftView, Proposal
 from .base import Drafter
 from .suffix import SuffixAutomaton
 
 __all__ = ["LookupDrafter"]
 
-MAX_STRENGTH = 16  # a longer match is no better
 MAX_PREDICTION = 32_768  # tokens of a prediction that are looked at: it comes from outside
 _SEPARATOR = -1  # between prediction and prompt; equal to no token, so no match crosses it
-_PREDICTION_STRENGTH = MAX_STRENGTH // 4  # of the guess that an answer begins as its caller expects: likely, not sure
+_PREDICTION_STRENGTH = LONG_MATCH  # of the guess that an answer begins as its caller expects: likely, not sure
 
 
 class LookupDrafter(Drafter):

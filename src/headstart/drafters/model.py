@@ -178,16 +178,10 @@ class ModelDrafter(Drafter):
             fed = [length + 1 for length in fed]
             drawn.append(pen.draw(logits, offset))
 
-        tokens = torch.stack(drawn, dim=1).tolist()
-        q = pen.q()
         proposals = {}
-        for row, key in enumerate(keys):
-            if key not in asked:
-                continue
-            sound = tokens[row].index(-1) if -1 in tokens[row] else len(drawn)
-            length = min(asked[key][1], sound)
-            # Only its own draft, though the batch's longest was fed to every row: the rest may lie past the row's end.
-            slab.extend(row, feed[row] + tokens[row][: min(length, len(drawn) - 1)])
-            row_q = None if q is None or pen.point[row] else q[row, :length]
-            proposals[key] = Proposal.chain(tokens[row][:length], row_q)
+        for row, (key, proposal) in enumerate(zip(keys, pen.proposals(drawn, budgets), strict=True)):
+            if key in asked:
+                # Only its own draft, though the batch's longest was fed to every row: the rest may lie past its end.
+                slab.extend(row, [*feed[row], *proposal.tokens[: len(drawn) - 1]])
+                proposals[key] = proposal
         return proposals

@@ -19,12 +19,10 @@ from ..maths.argmax import argmax
 from ..maths.asks import DRAWING, PENALTIES, RULES, TENSORS_ONLY, Served
 from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
 from ..maths.inner import PLAIN, Inner
-from ..types import DraftView
+from ..maths.limits import AGREEMENT_HEAT, DRAWN_HOPE
+from ..types import DraftView, Proposal
 
-__all__ = ["AGREEMENT_HEAT", "SERVED", "Pen", "draft_keys", "draw_tokens", "fit"]
-
-AGREEMENT_HEAT = 0.7  # see ``Pen.hopes``
-
+__all__ = ["SERVED", "Pen", "draft_keys", "draw_tokens", "fit"]
 
 #: a guess disregards min_tokens; log-probabilities are the target's alone
 SERVED = Served(
@@ -99,19 +97,27 @@ class Pen:
     def hopes(self) -> torch.Tensor:
         """[R] about how likely the target will agree with the last tokens, from their distributions alone.
 
-        Never from the tokens that were drawn, so that a draft may end by it. Rules of thumb, read off a trained head: a
-        greedy guess holds as often as its probability at temperature 0.7 says, a drawn one more evenly.
+        Never from the tokens that were drawn, so that a draft may end by it. See ``maths.limits``.
         """
         assert self._last is not None
         logits = self._last.float() / AGREEMENT_HEAT
         sure: torch.Tensor = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         if not self._q:
             return sure
-        return torch.where(self.warp.greedy, sure, 0.35 + 0.55 * self._q[-1].amax(-1))
+        return torch.where(self.warp.greedy, sure, DRAWN_HOPE[0] + DRAWN_HOPE[1] * self._q[-1].amax(-1))
 
     def q(self) -> torch.Tensor | None:
         """[R, n, V], or None when every row drew deterministically."""
         return torch.stack(self._q, dim=1) if self._q else None
+
+    def proposals(self, drawn: Sequence[torch.Tensor], budgets: Sequence[int]) -> list[Proposal]:
+        """What was drawn, step by step [R] each, as a chain for each row: of at most its budget, and ending before the
+        first -1 (its numbers broke down there)."""
+        q, found = self.q(), []
+        for row, (line, budget) in enumerate(zip(torch.stack(list(drawn), dim=1).tolist(), budgets, strict=True)):
+            length = min(budget, line.index(-1) if -1 in line else len(line))
+            found.append(Proposal.chain(line[:length], None if q is None or self.point[row] else q[row, :length]))
+        return found
 
 
 def draft_keys(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..maths.limits import LONG_MATCH
 from ..types import DraftView, Proposal, Verdict
 from .base import DraftContext, Drafter
 from .head import HeadDrafter
@@ -19,9 +20,6 @@ from .lookup import LookupDrafter
 __all__ = ["PortfolioDrafter"]
 
 Budgets = Callable[[Sequence[DraftView], Sequence[int]], list[int]]
-
-# A match of this many tokens is right about as often as a good trained draft, and needs no time to draft.
-LONG_MATCH = 4
 
 
 class PortfolioDrafter(Drafter):

@@ -24,7 +24,7 @@ from ..drafters.base import DeviceDrafter
 from ..machine.graphs import Recorder, Recording
 from ..machine.model_runner import DeviceRunner
 from ..maths.inner import PLAIN, Inner
-from ..types import Origin, Proposal, TokenLogprob, Verdict
+from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
 from .outcome import DraftFailed, Outcome
 from .programs import Logprobs, Programs, Shape
@@ -277,8 +277,7 @@ class CapturedRounds:
         for i, limit in enumerate(flight.limits):
             accepted, token, ok, *drafted = flight.host[i].tolist()
             proposals.append(Proposal.chain(drafted[:limit]) if limit else None)
-            origin: Origin = "plain" if not limit else "bonus" if accepted == limit else "correction"
-            verdicts.append(Verdict(tuple(range(accepted)), token, origin) if ok else None)
+            verdicts.append(Verdict.on(proposals[-1], range(accepted), token) if ok else None)
             wanted = sequences[i].params.logprobs
             emitted = [*drafted[:accepted], token]
             asked = flight.logprobs is not None and wanted is not None

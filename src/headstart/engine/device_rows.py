@@ -19,7 +19,8 @@ from torch import Tensor
 from ..machine.kvcache import Slab
 from ..maths import noise
 from ..maths.asks import PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Served
-from ..maths.warp import History, Warp
+from ..maths.limits import NO_TOP_K
+from ..maths.warp import History, Warp, temperature_of
 from ..types import SamplingParams, Verdict
 from .sequence import Sequence
 
@@ -31,7 +32,6 @@ __all__ = ["PROGRAMS", "DeviceRows", "Kind", "idle_lengths", "kind_of", "served"
 Kind = Literal["greedy", "rejected", "coupled", "full"]
 
 _NEVER = 1 << 40  # a draft limit that no draft reaches
-_OFF = 1 << 62  # a top_k that keeps everything
 
 
 #: what each program serves, the cheapest first
@@ -96,7 +96,7 @@ class DeviceRows:
         self.limits = whole(rows)  # how many drafted tokens the row takes
         self.codes = whole(2, rows)  # is the row rejection sampled; by the block rule
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.top_k = whole(rows) + _OFF
+        self.top_k = whole(rows) + NO_TOP_K
         self.least = whole(rows)  # min_tokens
         # temperature, top_p, min_p, repetition, frequency, presence
         self.real = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], device=device).repeat(rows, 1).T.contiguous()
@@ -200,7 +200,7 @@ class DeviceRows:
     def _send_settings(self, sequences: Seq[Sequence]) -> None:
         params, rows = [s.params for s in sequences], len(sequences)
         real = [
-            [1.0 if p.greedy else p.temperature for p in params],
+            list(map(temperature_of, params)),
             [p.top_p for p in params],
             [p.min_p for p in params],
             [p.repetition_penalty for p in params],
@@ -209,7 +209,7 @@ class DeviceRows:
         ]
         rejects = [_rejects(p) for p in params]
         whole = [
-            [p.top_k or _OFF for p in params],
+            [p.top_k or NO_TOP_K for p in params],
             [p.min_tokens for p in params],
             [int(r) for r in rejects],
             [int(r and p.rule == "block") for r, p in zip(rejects, params, strict=True)],

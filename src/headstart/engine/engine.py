@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..config import EngineConfig
+from ..config import MAX_GAMMA, EngineConfig
 from ..control.controller import Controller
 from ..drafters.base import Drafter
 from ..errors import EngineBusy, GenerationFailed, HeadstartError, InvalidParameter
@@ -77,7 +77,7 @@ class Engine:
         eos: Seq[int] = (),
         text: Callable[[Request], TextSink] | None = None,
         captured: CapturedRounds | None = None,
-        max_gamma: int = 64,
+        max_gamma: int = MAX_GAMMA,
     ) -> None:
         """``vocab_size``: the tokenizer's; ``text`` makes the detokeniser of a request, None for ids only.
 

@@ -19,17 +19,18 @@ import torch
 
 from ..maths import noise
 from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
-from ..maths.distribution import History, Warp, argmaxes, probabilities
-from ..maths.inner import PLAIN, Inner, Rule
+from ..maths.distribution import History, Nodes, Warp, argmaxes, probabilities
+from ..maths.inner import PLAIN, DraftedChain, Inner, Rule
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
-from ..types import Draw, Origin, Proposal, TokenLogprob, Verdict
+from ..types import Draw, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
 __all__ = [
     "GREEDY_CHAINS",
     "Batch",
     "Group",
+    "VerdictInputs",
     "by_rule",
     "decide",
     "decide_mixed",
@@ -115,7 +116,7 @@ def follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict 
                 token = -1
             if held == len(drafted) or drafted[held] != token:
                 break
-        found.append(_chain_verdict(held, token, proposal))
+        found.append(Verdict.on(proposal, range(held), token) if token >= 0 else None)
     return found
 
 
@@ -125,36 +126,22 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: In
     assert inner.processed is not None
     found: list[Verdict | None] = []
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
-        drafted = proposal.tokens if proposal is not None else ()
-        x = logits[row, : len(drafted) + 1, :vocab_size]
-        if sequence.asks & PROCESSING:
-            x = inner.processed(
-                x,
-                sequence.params,
-                tokens=sequence.tokens,
-                prompt_length=sequence.prompt_length,
-                drafted=drafted,
-                endings=sequence.ending_ids,
-            )
-        held, token = inner.judged(
-            x,
+        chain = DraftedChain(
             sequence.params,
             group_of(sequence, drafted=proposal is not None),
-            seed=sequence.seed,
-            base=len(sequence.tokens),
-            tokens=drafted,
+            sequence.seed,
+            committed=sequence.tokens,
+            prompt_length=sequence.prompt_length,
+            tokens=proposal.tokens if proposal is not None else (),
             q=proposal.q if proposal is not None and proposal.draw != "point" else None,
+            endings=sequence.ending_ids,
         )
-        found.append(_chain_verdict(held, token, proposal))
+        x = logits[row, : len(chain.tokens) + 1, :vocab_size]
+        if sequence.asks & PROCESSING:
+            x = inner.processed(x, chain)
+        held, token = inner.judged(x, chain)
+        found.append(Verdict.on(proposal, range(held), token) if token >= 0 else None)
     return found
-
-
-def _chain_verdict(held: int, token: int, proposal: Proposal | None) -> Verdict | None:
-    """``held`` tokens of the chain and the target's own; None if that is -1."""
-    if token < 0:
-        return None
-    origin: Origin = "plain" if proposal is None else "bonus" if held == len(proposal.tokens) else "correction"
-    return Verdict(tuple(range(held)), token, origin)
 
 
 def group_of(sequence: Sequence, *, drafted: bool) -> Group:
@@ -178,103 +165,82 @@ def _judge_group(
         prompts = [s.tokens[: s.prompt_length] for s in sequences]
         outputs = [s.tokens[s.prompt_length :] for s in sequences]
         history = History.of(prompts, outputs, logits.shape[-1], device)
-    verdicts = decide(
-        group,
-        logits,
+    inputs = VerdictInputs(
         warp,
-        tokens=batch.tokens,
-        topology=batch.topology,
+        batch.tokens,
+        batch.topology,
         outputs=torch.tensor([s.output_length for s in sequences], device=device),
         history=history,
         seeds=noise.seeds([s.seed for s in sequences], device),
         base=torch.tensor([len(s.tokens) for s in sequences], device=device),
+        inner=inner,
         q=None if group in ("greedy", "coupled") else _stack_q(batch, logits.shape[-1]),
         kinds=[proposal.draw if proposal is not None else "point" for proposal in batch.proposals],
-        inner=inner,
     )
+    verdicts = decide(group, logits, inputs)
     return _to_host(verdicts, batch)
 
 
-def decide(
-    group: Group,
-    logits: torch.Tensor,
-    warp: Warp,
-    *,
-    tokens: torch.Tensor,
-    topology: Topology,
-    outputs: torch.Tensor,
-    history: History | None,
-    seeds: torch.Tensor,
-    base: torch.Tensor,
-    q: torch.Tensor | None,
-    kinds: Seq[Draw],
-    inner: Inner = PLAIN,
-) -> Verdicts:
-    """The target's word on every row of one group: logits [R, N+1, V], tokens [R, N+1], q [R, N, V] or None.
+@dataclass(frozen=True)
+class VerdictInputs:
+    """All that the verdicts on R rows rest on, besides the target's logits [R, N+1, V]."""
 
-    outputs, seeds, base: [R], tokens written so far, seeds, committed tokens. Nothing here waits for the device.
-    """
+    warp: Warp
+    tokens: torch.Tensor  # [R, N+1] of the nodes
+    topology: Topology
+    outputs: torch.Tensor  # [R] output tokens so far
+    history: History | None  # None: no row uses a penalty
+    seeds: torch.Tensor  # [R]
+    base: torch.Tensor  # [R] committed tokens
+    inner: Inner = PLAIN
+    q: torch.Tensor | None = None  # [R, N, V] what the tokens were drawn from; None: point drafts, or no rejection rule
+    kinds: Seq[Draw] = ()
+
+    @property
+    def nodes(self) -> Nodes:
+        return {"outputs": self.outputs, "tokens": self.tokens, "topology": self.topology, "history": self.history}
+
+    def p(self, logits: torch.Tensor) -> torch.Tensor:
+        return probabilities(logits, self.warp, inner=self.inner, **self.nodes)
+
+    def chance(self) -> CounterChance:
+        return CounterChance(self.seeds, self.base, self.topology.width, self.inner)
+
+
+def decide(group: Group, logits: torch.Tensor, given: VerdictInputs) -> Verdicts:
+    """The target's word on every row of one group. Nothing here waits for the device."""
     if group == "greedy" or group == "coupled":
-        targets = targets_of(
-            group, logits, warp, tokens=tokens, topology=topology, outputs=outputs, history=history, seeds=seeds,
-            base=base, inner=inner,
-        )  # fmt: skip
-        return coupled_rule(targets, tokens, topology)
-    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
-    chance = CounterChance(seeds, base, topology.width, inner)
+        return coupled_rule(targets_of(group, logits, given), given.tokens, given.topology)
     rule = token_rule if group == "token" else block_rule
-    return rule(p, q, tokens, topology, kinds, chance)
+    return rule(given.p(logits), given.q, given.tokens, given.topology, given.kinds, given.chance())
 
 
-def targets_of(
-    group: Literal["greedy", "coupled"],
-    logits: torch.Tensor,
-    warp: Warp,
-    *,
-    tokens: torch.Tensor,
-    topology: Topology,
-    outputs: torch.Tensor,
-    history: History | None,
-    seeds: torch.Tensor,
-    base: torch.Tensor,
-    inner: Inner = PLAIN,
-) -> torch.Tensor:
+def targets_of(group: Literal["greedy", "coupled"], logits: torch.Tensor, given: VerdictInputs) -> torch.Tensor:
     """The token that the target itself puts after each node [R, N+1]; -1 where its numbers are broken."""
     if group == "greedy":
-        return argmaxes(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
-    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
-    return CounterChance(seeds, base, topology.width, inner).targets(p, topology.depth)
+        return argmaxes(logits, given.warp, inner=given.inner, **given.nodes)
+    return given.chance().targets(given.p(logits), given.topology.depth)
 
 
 def decide_mixed(
-    logits: torch.Tensor,
-    warp: Warp,
-    *,
-    tokens: torch.Tensor,
-    topology: Topology,
-    outputs: torch.Tensor,
-    history: History | None,
-    seeds: torch.Tensor,
-    base: torch.Tensor,
-    q: torch.Tensor | None,
-    kinds: Seq[Draw],
-    rejects: torch.Tensor | None,
-    block: torch.Tensor,
-    inner: Inner = PLAIN,
+    logits: torch.Tensor, given: VerdictInputs, *, rejects: torch.Tensor | None, block: torch.Tensor
 ) -> Verdicts:
     """``decide`` for chains whose rows fall under different rules, known on the device only.
 
     rejects [R] bool: the row is rejection sampled, by the block rule where ``block`` [R] says so; the others are
     coupled or greedy (all mass on one token, so noise has no say). None: all rows are.
     """
-    p = probabilities(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, inner=inner)
-    chance = CounterChance(seeds, base, topology.width, inner)
+    p, chance = given.p(logits), given.chance()
+
+    def sampled() -> Verdicts:
+        return chain_rules(p, given.q, given.tokens, given.topology, given.kinds, chance, block)
+
     if rejects is None:
-        return chain_rules(p, q, tokens, topology, kinds, chance, block)
-    follow = coupled_rule(chance.targets(p, topology.depth), tokens, topology)
-    if topology.width == 1:  # nothing was drafted, so there is nothing to reject
+        return sampled()
+    follow = coupled_rule(chance.targets(p, given.topology.depth), given.tokens, given.topology)
+    if given.topology.width == 1:  # nothing was drafted, so there is nothing to reject
         return follow
-    sample = chain_rules(p, q, tokens, topology, kinds, chance, block)
+    sample = sampled()
     return Verdicts(
         torch.where(rejects[:, None], sample.path, follow.path),
         torch.where(rejects, sample.accepted, follow.accepted),
@@ -300,18 +266,10 @@ def _to_host(verdicts: Verdicts, batch: Batch) -> list[Verdict | None]:
     """One transfer for the whole batch."""
     columns = [verdicts.accepted[:, None], verdicts.token[:, None], verdicts.ok[:, None], verdicts.path]
     lines = torch.cat([column.to(torch.int64) for column in columns], dim=1).tolist()
-    found: list[Verdict | None] = []
-    for (accepted, token, ok, *nodes), proposal in zip(lines, batch.proposals, strict=True):
-        if not ok:
-            found.append(None)
-            continue
-        path = tuple(node - 1 for node in nodes[:accepted])
-        if proposal is None:
-            found.append(Verdict(path, token, "plain"))
-        else:
-            leaf = path[-1] if path else -1
-            found.append(Verdict(path, token, "correction" if leaf in proposal.parents else "bonus"))
-    return found
+    return [
+        Verdict.on(proposal, [node - 1 for node in nodes[:accepted]], token) if ok else None
+        for (accepted, token, ok, *nodes), proposal in zip(lines, batch.proposals, strict=True)
+    ]
 
 
 def logprobs_along(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from ..config import MAX_GAMMA
 from ..control.controller import Controller
 from ..drafters.base import Drafter
 from ..machine.model_runner import ModelRunner
@@ -32,7 +33,7 @@ class Parts:
     controller: Controller
     vocab_size: int  # ids at and past this are never emitted
     max_len: int
-    max_gamma: int = 64
+    max_gamma: int = MAX_GAMMA
     captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
     inactive: str | None = None  # why there is no speculation, for people
 

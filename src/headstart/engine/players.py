@@ -21,6 +21,7 @@ from .drafting import draft
 from .judge import Batch, judge, logprobs_along
 from .outcome import Outcome, Rows
 from .parts import Parts
+from .sequence import Sequence
 
 __all__ = ["Player", "players"]
 
@@ -34,8 +35,8 @@ class Player(Protocol):
     def play(self, rows: Rows) -> Outcome:
         """Draft, ONE forward of the target, a verdict for each row. Called right after ``takes`` said yes."""
 
-    def drain(self, rows: Rows) -> Outcome | None:
-        """The round that was launched ahead, if there is one: to be taken in before rows move."""
+    def drain(self, sequences: list[Sequence]) -> Outcome | None:
+        """The round that was launched ahead for these, if there is one: to be taken in before rows move."""
 
     def forget(self) -> None:
         """After a failure: what is under way is dropped, and nothing on the device is trusted."""
@@ -69,8 +70,8 @@ class OnDevice:
     def play(self, rows: Rows) -> Outcome:
         return self._rounds.play(rows.sequences, self._gamma, ahead=rows.ahead)
 
-    def drain(self, rows: Rows) -> Outcome | None:
-        return self._rounds.play(rows.sequences, 0, ahead=False) if self._rounds.in_flight else None
+    def drain(self, sequences: list[Sequence]) -> Outcome | None:
+        return self._rounds.play(sequences, 0, ahead=False) if self._rounds.in_flight else None
 
     def forget(self) -> None:
         self._rounds.forget()
@@ -104,7 +105,7 @@ class StepByStep:
         verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
         return Outcome(proposals, verdicts, self._logprobs(logits, batch, verdicts), draft_seconds, seconds)
 
-    def drain(self, rows: Rows) -> Outcome | None:
+    def drain(self, sequences: list[Sequence]) -> Outcome | None:
         return None
 
     def forget(self) -> None:
@@ -159,7 +160,7 @@ class DraftedOnHost:
         found = self._rounds.judge(rows.sequences, proposals, seconds)
         return found if found is not None else self._step.verify(rows, proposals, seconds)
 
-    def drain(self, rows: Rows) -> Outcome | None:
+    def drain(self, sequences: list[Sequence]) -> Outcome | None:
         return None
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ Nothing here reads a tensor on the host, so on a GPU a program is recorded once 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..maths.warp import History, Warp
 from ..sampling import MAX_LOGPROBS
 from ..types import Draw
 from .device_rows import DeviceRows, Kind
-from .judge import decide_mixed, targets_of
+from .judge import VerdictInputs, decide_mixed, targets_of
 
 __all__ = ["Logprobs", "Programs", "Shape"]
 
@@ -176,9 +176,7 @@ class Programs:
         tokens = torch.cat([s.last[:rows, 1:], self.drafts[:gamma, :rows].T], dim=1)
         logits = self._target.device_forward(tokens, s.lengths[:rows], gamma + 1, shape.bound)
         if shape.kind == "greedy" or shape.kind == "coupled":
-            targets = targets_of(
-                shape.kind, logits, s.warp(rows, shape.kind, draft=False), **self._known(shape, tokens)
-            )
+            targets = targets_of(shape.kind, logits, self._given(shape, tokens))
             accepted, token = self._close(shape, tokens, targets, None)
         else:
             accepted, token = self._close(shape, tokens, None, self._verdicts(shape, logits, tokens))
@@ -219,39 +217,35 @@ class Programs:
             self._chains[key] = Topology.chain([shape.gamma] * shape.rows, self.state.device)
         return self._chains[key]
 
-    def _known(self, shape: Shape, tokens: Tensor) -> dict[str, Any]:
+    def _given(self, shape: Shape, tokens: Tensor) -> VerdictInputs:
         """What every rule is told of the rows."""
         s, rows = self.state, shape.rows
         follows = shape.kind == "greedy" or shape.kind == "coupled"
-        return {
-            "tokens": tokens,
-            "topology": self._chain(shape) if follows else self._topology(shape),
-            "outputs": s.outputs[:rows],
-            "history": s.history(rows) if shape.kind == "full" else None,
-            "seeds": s.seeds[:rows],
-            "base": s.lengths[:rows] if shape.kind == "greedy" else s.lengths[:rows] + 1,  # greedy: not looked at
-            "inner": self.inner,
-        }
+        kinds: list[Draw] = [] if follows else ["iid"] * rows
+        return VerdictInputs(
+            s.warp(rows, shape.kind, draft=False),
+            tokens,
+            self._chain(shape) if follows else self._topology(shape),
+            outputs=s.outputs[:rows],
+            history=s.history(rows) if shape.kind == "full" else None,
+            seeds=s.seeds[:rows],
+            base=s.lengths[:rows] if shape.kind == "greedy" else s.lengths[:rows] + 1,  # greedy: not looked at
+            inner=self.inner,
+            q=None if follows else self.q(rows, shape.gamma),
+            kinds=kinds,
+        )
 
     def _verdicts(self, shape: Shape, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the rejection rules say: accepted [R], token [R], ok [R]."""
         s, rows = self.state, shape.rows
-        warp, q = s.warp(rows, shape.kind, draft=False), self.q(rows, shape.gamma)
         if shape.kind == "rejected" and self.inner.rejected is not None:
             base = s.lengths[:rows] + 1  # before p, so that nothing stands between the kernels that start early
+            warp, q = s.warp(rows, shape.kind, draft=False), self.q(rows, shape.gamma)
             p = probabilities(logits, warp, outputs=s.outputs[:rows], inner=self.inner)
             return self.inner.rejected(p, q, tokens, s.limits[:rows], s.codes[1, :rows], s.seeds[:rows], base)
-        kinds: list[Draw] = ["iid"] * rows
         rejects, block = (s.codes[:, :rows] > 0).unbind(0)
-        found = decide_mixed(
-            logits,
-            warp,
-            q=q,
-            kinds=kinds,
-            rejects=None if shape.kind == "rejected" else rejects,
-            block=block,
-            **self._known(shape, tokens),
-        )
+        given = self._given(shape, tokens)
+        found = decide_mixed(logits, given, rejects=None if shape.kind == "rejected" else rejects, block=block)
         return _triple(found)
 
     def _books(self, shape: Shape, logits: Tensor, tokens: Tensor, accepted: Tensor, token: Tensor) -> None:

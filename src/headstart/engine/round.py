@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
-from ..types import Proposal, Round, Verdict
+from ..types import Round, Verdict
 from .outcome import DraftFailed, Outcome, Rows
 from .parts import Parts
 from .players import Player
@@ -39,10 +39,10 @@ def play(
 def drain(parts: Parts, players: Seq[Player], sequences: list[Sequence]) -> list[Round] | None:
     """Take in a round that was launched ahead, before rows move; None if there is none."""
     started = perf_counter()
-    rows = Rows.of(parts.runner.slab, sequences, 0, ahead=False)
-    outcome = next(filter(None, (player.drain(rows) for player in players)), None)
+    outcome = next(filter(None, (player.drain(sequences) for player in players)), None)
     if outcome is None:
         return None
+    rows = Rows.of(parts.runner.slab, sequences, 0, ahead=False)
     kept = _commit(parts, rows, outcome)
     return _records(parts, rows, outcome, kept, perf_counter() - started)
 
@@ -103,7 +103,7 @@ def _records(parts: Parts, rows: Rows, outcome: Outcome, kept: Seq[int], seconds
             draft_seconds=outcome.draft_seconds,
             verify_seconds=outcome.verify_seconds,
             round_seconds=seconds,
-            outcomes=_outcomes(proposal, path) if proposal is not None and verdict is not None else (),
+            outcomes=_outcomes(verdict) if proposal is not None and verdict is not None else (),
             strength=proposal.strength if proposal is not None else 0,
             drafter=drafter,
             paid=proposal is not None and proposal.paid,
@@ -114,7 +114,6 @@ def _records(parts: Parts, rows: Rows, outcome: Outcome, kept: Seq[int], seconds
     return rounds
 
 
-def _outcomes(proposal: Proposal, path: tuple[int, ...]) -> tuple[bool, ...]:
+def _outcomes(verdict: Verdict) -> tuple[bool, ...]:
     """Level by level: did one of the guesses hold? Only up to and with the first level where none did."""
-    refused = (path[-1] if path else -1) in proposal.parents  # something was guessed behind the last accepted token
-    return (True,) * len(path) + (False,) * refused
+    return (True,) * len(verdict.path) + (False,) * (verdict.origin == "correction")

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
-from ..types import Round, Stats
+from ..types import Accepting, Round, Stats
 
 __all__ = ["EngineStats", "Tally"]
+
+_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("drafted", "accepted", "rounds", "tokens", "decode_tokens"), 0),
+    **dict.fromkeys(("decode_seconds", "draft_seconds", "verify_seconds"), 0.0),
+}
 
 
 class Tally:
@@ -23,8 +29,7 @@ class Tally:
         self._started: float | None = None
         self._first: float | None = None  # when the first token was there
         self._last = 0.0
-        self._drafted = self._accepted = self._rounds = self._tokens = self._decoded = 0
-        self._draft = self._verify = self._decode = 0.0
+        self._sums = dict(_NOTHING)  # by the names of ``Stats``
 
     def start(self) -> None:
         """The first prefill begins now. A sequence that is read in again keeps its beginning."""
@@ -32,39 +37,32 @@ class Tally:
             self._started = self._last = perf_counter()
 
     def add(self, r: Round) -> None:
-        self._drafted += r.drafted
-        self._accepted += r.accepted
-        self._rounds += 1
-        self._tokens += r.emitted
-        self._draft += r.draft_seconds
-        self._verify += r.verify_seconds
+        sums = self._sums
+        sums["rounds"] += 1
+        sums["tokens"] += r.emitted
+        for name in ("drafted", "accepted", "draft_seconds", "verify_seconds"):
+            sums[name] += getattr(r, name)
         if not r.prefill:
-            self._decoded += r.emitted
-            self._decode += r.round_seconds
+            sums["decode_tokens"] += r.emitted
+            sums["decode_seconds"] += r.round_seconds
         self._last = perf_counter()
         if self._first is None and r.emitted:
             self._first = self._last
 
     def stats(self) -> Stats:
+        submitted, started, first = self._submitted, self._started, self._first
         return Stats(
-            drafted=self._drafted,
-            accepted=self._accepted,
-            rounds=self._rounds,
-            tokens=self._tokens,
+            **self._sums,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            seconds=self._last - self._started if self._started is not None else 0.0,
-            decode_tokens=self._decoded,
-            decode_seconds=self._decode,
-            draft_seconds=self._draft,
-            verify_seconds=self._verify,
-            waiting_seconds=self._started - self._submitted if self._started is not None else 0.0,
-            first_token_seconds=self._first - self._submitted if self._first is not None else 0.0,
+            seconds=self._last - started if started is not None else 0.0,
+            waiting_seconds=started - submitted if started is not None else 0.0,
+            first_token_seconds=first - submitted if first is not None else 0.0,
         )
 
 
 @dataclass
-class EngineStats:
+class EngineStats(Accepting):
     """Adds up everything an engine did; a door shows it, the benchmark reads it."""
 
     rounds: int = 0  # target forwards that decoded
@@ -98,10 +96,6 @@ class EngineStats:
         self.draft_seconds += rounds[0].draft_seconds
         self.verify_seconds += rounds[0].verify_seconds
         self.round_seconds += rounds[0].round_seconds
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def acceptance_length(self) -> float:

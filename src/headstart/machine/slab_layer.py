@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-__all__ = ["SlabLayer"]
+__all__ = ["LINE", "SlabLayer", "on_cache_line"]
+
+LINE = 64  # bytes of a cache line
 
 
 class Place(Protocol):
@@ -30,18 +32,22 @@ class Place(Protocol):
     def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
 
 
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN.
+def on_cache_line(size: int, *, zero: bool = False) -> Tensor:
+    """Bytes [size] of the CPU's memory for kernels of our own: they begin on a cache line.
 
-    On the CPU torch would write all of them, a gigabyte and more before the first token; numpy asks the system for zero
+    ``zero``: torch would write all of them, a gigabyte and more before the first token; numpy asks the system for zero
     pages, which cost nothing until they are used.
     """
+    count = size + LINE
+    memory = torch.from_numpy(np.zeros(count, dtype=np.uint8)) if zero else torch.empty(count, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % LINE :][:size]
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    size = math.prod(shape) * like.element_size()
-    memory = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
-    skip = -memory.data_ptr() % 64  # on a cache line
-    return memory[skip : skip + size].view(like.dtype).view(shape)
+    return on_cache_line(math.prod(shape) * like.element_size(), zero=True).view(like.dtype).view(shape)
 
 
 class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped for us

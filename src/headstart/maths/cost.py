@@ -1,26 +1,41 @@
-"""What a round of speculation costs and yields.
+"""What a round of speculation costs and yields: the one cost model, for controller, distillation and benchmarks.
 
-Knows: expected tokens per round, the speed-up and the best draft length, from measured numbers.
-Does not know: how they were measured. Time is counted in plain target steps (one token, one row).
+Knows: expected tokens of a round, the speed-up, the best draft length and the break-even of one token more, from
+measured numbers; and how to read lines off measurements. Does not know: how they were measured.
 
     alpha  acceptance rate, 1 - TV(p, q) on average; a_j: for drafted token j, given that all before it are kept
-    tau    tokens a round emits: 1 + a_1 + a_1 a_2 + ...; with one alpha for all, (1 - alpha^(gamma+1)) / (1 - alpha)
+    A_i    a_1 a_2 .. a_i: the probability that drafted token i is kept
+    tau    tokens a round emits: 1 + A_1 + A_2 + ...; with one alpha for all, (1 - alpha^(gamma+1)) / (1 - alpha)
     c      one draft step
     v(n)   one target forward over n tokens; v(1) = 1
     S      speed-up over plain decoding: tau(gamma) / (gamma c + v(gamma + 1) + overhead)
+
+``CostModel`` counts time in plain target steps (one token, one row); the functions take any unit.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from operator import mul
 
-__all__ = ["Acceptance", "CostModel", "reach", "tau"]
+__all__ = [
+    "Acceptance",
+    "CostModel",
+    "best_length",
+    "break_even",
+    "by_width",
+    "conditional",
+    "reach",
+    "round_tokens",
+    "slope",
+    "start_and_step",
+    "tau",
+]
 
 Acceptance = float | Sequence[float]  # one alpha for all positions, or a_1, a_2, ... (the last one goes on for ever)
+Point = tuple[int, float, int]  # tokens, what they took, how often that was timed
 
 
 def reach(acceptance: Acceptance, gamma: int) -> list[float]:
@@ -35,11 +50,88 @@ def reach(acceptance: Acceptance, gamma: int) -> list[float]:
     return list(accumulate(each, mul))
 
 
+def conditional(reached: Sequence[float]) -> list[float]:
+    """a_1, a_2 .. from A_1, A_2 ..: what ``reach`` was made of."""
+    pairs = pairwise([1.0, *reached])
+    return [min(1.0, after / before) if before > 0 else 0.0 for before, after in pairs]
+
+
+def round_tokens(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Expected tokens of a round, by its draft length 0, 1, ... up to the longest row's: the target's own one for each
+    row, and every drafted token that is reached. ``rows``: A_1, A_2, ... of each, as far as it can be drafted for."""
+    longest = max(map(len, rows), default=0)
+    gains = (sum(row[i] for row in rows if len(row) > i) for i in range(longest))
+    return list(accumulate(gains, initial=float(len(rows))))
+
+
 def tau(acceptance: Acceptance, gamma: int) -> float:
-    """Expected tokens per round: the target's own one, and every drafted token that is reached."""
+    """Expected tokens per round of one row."""
     if gamma < 0:
         raise ValueError(f"a draft length is not negative: {gamma}")
-    return 1.0 + sum(reach(acceptance, gamma))
+    return round_tokens([reach(acceptance, gamma)])[-1]
+
+
+def best_length(speeds: Sequence[float], worth: float = 1.0) -> int:
+    """The draft length whose round is fastest: speeds[gamma], in tokens for any unit of time; the shortest of equals.
+
+    All are looked at, because v need not be convex: GPU kernels step up in tiles, and the best can lie past a step.
+    ``worth``: a draft must promise this many times the speed of plain decoding, speeds[0].
+    """
+    best, least = 0, speeds[0] * worth
+    for gamma, speed in enumerate(speeds):
+        if gamma and speed > least:
+            best, least = gamma, speed
+    return best
+
+
+def break_even(price: float, speed: float) -> float:
+    """The least acceptance probability, summed over rows, at which one more drafted token pays for itself: what rounds
+    of this speed emit in the time it takes."""
+    return price * speed
+
+
+def by_width(points: Sequence[Point], widest: int) -> list[float]:
+    """Times of forwards of 1 .. ``widest`` tokens, from points in order, the first of width 1: linear between measured
+    widths and flat beyond them, so that an unknown width gets tried."""
+    found = [points[0][1]]
+    for (below, low, _), (above, high, _) in pairwise(points):
+        step = (high - low) / (above - below)
+        found += [low + step * (width - below) for width in range(below + 1, above)] + [high]
+    return found[:widest] + [points[-1][1]] * (widest - len(found))
+
+
+def slope(points: Sequence[Point]) -> float:
+    """Seconds for each token more; 0 if there is only one point.
+
+    The middle one of what any two points say, each pair with both points' weight: a length that was timed once, in a
+    bad moment, does not tilt it, however far out it lies.
+    """
+    found = sorted(
+        ((high - low) / (more - less), weight * other)
+        for (less, low, weight), (more, high, other) in combinations(sorted(points), 2)
+    )
+    half = sum(weight for _, weight in found) / 2
+    for value, weight in found:
+        half -= weight
+        if half <= 0:
+            return value
+    return 0.0
+
+
+def start_and_step(points: Sequence[Point]) -> tuple[float, float]:
+    """Of drafts by their length: seconds that any draft takes, and more for each of its tokens. Zeros while nothing was
+    timed, and no start while all drafts timed were of one length."""
+    total = sum(weight for _, _, weight in points)
+    if not total:
+        return 0.0, 0.0
+    length = sum(n * weight for n, _, weight in points) / total
+    seconds = sum(time * weight for _, time, weight in points) / total
+    spread = sum(weight * (n - length) ** 2 for n, _, weight in points)
+    if not spread:
+        return 0.0, seconds / length
+    step = sum(weight * (n - length) * (time - seconds) for n, time, weight in points) / spread
+    step = min(max(step, 0.0), seconds / length)  # neither part is below zero
+    return seconds - step * length, step
 
 
 @dataclass(frozen=True)
@@ -57,16 +149,11 @@ class CostModel:
 
     def verify(self, width: int) -> float:
         """v(width): linear between measured widths; past the last one the last slope goes on."""
-        widths = list(self.v)
-        at = bisect_left(widths, width)
-        if at < len(widths) and widths[at] == width:
-            return self.v[width]
-        if len(widths) == 1:
-            return self.v[widths[0]]
-        at = min(max(at, 1), len(widths) - 1)
-        left, right = widths[at - 1], widths[at]
-        slope = (self.v[right] - self.v[left]) / (right - left)
-        return self.v[left] + slope * (width - left)
+        points = [(measured, time, 1) for measured, time in self.v.items()]
+        last, time, _ = points[-1]
+        if width > last:
+            return time + slope(points[-2:]) * (width - last)
+        return by_width(points, width)[-1]
 
     def round_cost(self, gamma: int) -> float:
         """One whole round: gamma draft steps, one target forward over gamma + 1 tokens, the overhead."""
@@ -79,13 +166,13 @@ class CostModel:
     def worth_one_more(self, gamma: int, acceptance: Acceptance) -> bool:
         """Does drafted token gamma + 1 earn more than the round does so far? Written without a division, as more
         width can be free."""
-        gain = reach(acceptance, gamma + 1)[-1]
         price = self.c + self.verify(gamma + 2) - self.verify(gamma + 1)
-        return gain > price * self.speedup(gamma, acceptance)
+        return reach(acceptance, gamma + 1)[-1] > break_even(price, self.speedup(gamma, acceptance))
 
     def best_gamma(self, maximum: int, acceptance: Acceptance) -> int:
-        """The draft length 0..maximum with the greatest speed-up; the shortest of equals.
+        """The draft length 0..maximum with the greatest speed-up; the shortest of equals."""
+        return best_length([self.speedup(gamma, acceptance) for gamma in range(maximum + 1)])
 
-        All are tried, because v need not be convex: GPU kernels step up in tiles, and the best can lie past a step.
-        """
-        return max(range(maximum + 1), key=lambda gamma: (self.speedup(gamma, acceptance), -gamma))
+    def best_speedup(self, maximum: int, acceptance: Acceptance) -> float:
+        """S at the best draft length 0..maximum."""
+        return self.speedup(self.best_gamma(maximum, acceptance), acceptance)

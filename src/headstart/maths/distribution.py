@@ -15,16 +15,19 @@ probability stay or go together, and no sort order decides.
 
 from __future__ import annotations
 
+from typing import Required, TypedDict, Unpack
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from .asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from .inner import PLAIN, Inner
+from .limits import CPU_CACHE
 from .tree import Topology
 from .warp import History, Warp
 
-__all__ = ["SERVED", "History", "Warp", "argmaxes", "probabilities", "processed"]
+__all__ = ["SERVED", "History", "Nodes", "Warp", "argmaxes", "probabilities", "processed"]
 
 SERVED = Served("tensors", DRAWING | PROCESSING | RULES | {"logprobs"} | TENSORS_ONLY)
 
@@ -34,7 +37,7 @@ _PARTIAL = 512  # a nucleus is seldom larger, and finding the 512 largest costs 
 def _parts(count: int, size: int, device: torch.device) -> list[slice]:
     """Pieces of ``count`` distributions over ``size`` tokens to work on at a time: all of them on a GPU; on a CPU as
     many as its cache holds, which beats a dozen passes over all of them (and large buffers cost page faults)."""
-    step = max(1, (1 << 17) // size) if device.type == "cpu" else max(1, count)
+    step = max(1, CPU_CACHE // size) if device.type == "cpu" else max(1, count)
     return [slice(i, i + step) for i in range(0, count, step)]
 
 
@@ -89,24 +92,24 @@ def _penalties(x: Tensor, warp: Warp, history: History, tokens: Tensor | None, t
     return result.scatter_(2, index, _penalise(x.gather(2, index), *strengths))
 
 
-def processed(
-    logits: Tensor,
-    warp: Warp,
-    *,
-    outputs: Tensor,
-    tokens: Tensor | None = None,
-    topology: Topology | None = None,
-    history: History | None = None,
-    depth: int = 0,
-) -> Tensor:
-    """Everything before the temperature: logits [R, N, V] -> [R, N, V]; maybe the caller's own tensor, so only read it.
+class Nodes(TypedDict, total=False):
+    """The N nodes of R rows whose distributions are asked for."""
 
-    outputs [R]: committed output tokens. tokens [R, N]: the nodes' tokens, column 0 the root (already in the history).
-    Without a topology the N nodes are a chain that begins ``depth`` drafted tokens below the root, and the history
-    must already count those (a draft loop: N = 1, ``history.add`` after each step).
-    """
+    outputs: Required[Tensor]  # [R] committed output tokens
+    tokens: Tensor | None  # [R, N] the nodes' tokens, column 0 the root (already in the history)
+    #: None: a chain that begins ``depth`` drafted tokens below the root, and the history must already count those
+    #: (a draft loop: N = 1, ``history.add`` after each step)
+    topology: Topology | None
+    depth: int
+    history: History | None
+
+
+def processed(logits: Tensor, warp: Warp, **nodes: Unpack[Nodes]) -> Tensor:
+    """Everything before the temperature: logits [R, N, V] -> [R, N, V]; maybe the caller's own tensor, so only read
+    it."""
+    topology = nodes.get("topology")
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-    rows, nodes, size = x.shape
+    rows, count, size = x.shape
     padded = size > warp.vocab_size
     if x is logits and (padded or warp.bias is not None or warp.early_eos is not None):
         x = x.clone()  # the caller's logits stay as they are
@@ -114,19 +117,21 @@ def processed(
         x[..., warp.vocab_size :] = -torch.inf
     if warp.bias is not None:
         ids, values = warp.bias
-        x.scatter_add_(2, ids.unsqueeze(1).expand(-1, nodes, -1), values.to(x.dtype).unsqueeze(1).expand(-1, nodes, -1))
+        x.scatter_add_(2, ids.unsqueeze(1).expand(-1, count, -1), values.to(x.dtype).unsqueeze(1).expand(-1, count, -1))
     if warp.early_eos is not None:
         least, ids, real = warp.early_eos
-        below = (
-            torch.arange(nodes, device=x.device).add_(depth).expand(rows, -1) if topology is None else topology.depth
-        )
-        early = outputs.unsqueeze(1) + below < least.unsqueeze(1)  # [R, N]
+        if topology is None:
+            below = torch.arange(count, device=x.device).add_(nodes.get("depth", 0)).expand(rows, -1)
+        else:
+            below = topology.depth
+        early = nodes["outputs"].unsqueeze(1) + below < least.unsqueeze(1)  # [R, N]
         banned = torch.where(early.unsqueeze(2) & real.unsqueeze(1), -torch.inf, 0.0).to(x.dtype)
-        x.scatter_add_(2, ids.unsqueeze(1).expand(-1, nodes, -1), banned)
+        x.scatter_add_(2, ids.unsqueeze(1).expand(-1, count, -1), banned)
     if warp.needs_history:
+        history = nodes.get("history")
         if history is None:
             raise ValueError("a row uses a penalty, so the history is needed")
-        x = _penalties(x, warp, history, tokens, topology)
+        x = _penalties(x, warp, history, nodes.get("tokens"), topology)
     return x
 
 
@@ -188,22 +193,12 @@ def _truncate(p: Tensor, most_k: int, min_p: Tensor | None, top_k: Tensor | None
     return p.div_(p.sum(1, keepdim=True))
 
 
-def probabilities(
-    logits: Tensor,
-    warp: Warp,
-    *,
-    outputs: Tensor,
-    tokens: Tensor | None = None,
-    topology: Topology | None = None,
-    history: History | None = None,
-    depth: int = 0,
-    inner: Inner = PLAIN,
-) -> Tensor:
+def probabilities(logits: Tensor, warp: Warp, *, inner: Inner = PLAIN, **nodes: Unpack[Nodes]) -> Tensor:
     """The distribution each node's next token is drawn from: logits [R, N, V] -> [R, N, V], a new tensor.
 
-    Arguments as for ``processed``. A greedy row gets all its mass on the first largest logit.
+    A greedy row gets all its mass on the first largest logit.
     """
-    x = processed(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, depth=depth)
+    x = processed(logits, warp, **nodes)
     if warp.all_greedy:
         best = inner.argmax(x).unsqueeze(-1)
         peak = x.gather(-1, best)
@@ -243,25 +238,15 @@ def _sampled(x: Tensor, warp: Warp) -> Tensor:
     return result.view(rows, nodes, size)
 
 
-def argmaxes(
-    logits: Tensor,
-    warp: Warp,
-    *,
-    outputs: Tensor,
-    tokens: Tensor | None = None,
-    topology: Topology | None = None,
-    history: History | None = None,
-    depth: int = 0,
-    inner: Inner = PLAIN,
-) -> Tensor:
+def argmaxes(logits: Tensor, warp: Warp, *, inner: Inner = PLAIN, **nodes: Unpack[Nodes]) -> Tensor:
     """The greedy token of each node: logits [R, N, V] -> [R, N] int64; -1 where the logits are broken.
 
-    Arguments as for ``processed``. Temperature and truncation cannot move an argmax, so they are left out.
+    Temperature and truncation cannot move an argmax, so they are left out.
     """
     if warp.bias is None and warp.early_eos is None and not warp.needs_history:
         x = logits[..., : warp.vocab_size]  # a view: nothing is copied or converted
     else:
-        x = processed(logits, warp, outputs=outputs, tokens=tokens, topology=topology, history=history, depth=depth)
+        x = processed(logits, warp, **nodes)
     if inner.peaks is not None:
         return inner.peaks(x)
     best = inner.argmax(x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,49 +21,26 @@ from .argmax import argmax
 from .asks import Served
 from .warp import Warp
 
-__all__ = ["PLAIN", "ChainJudge", "ChainProcess", "ChainReject", "Inner", "RowDraw", "Rule"]
+__all__ = ["PLAIN", "ChainReject", "DraftedChain", "Inner", "RowDraw", "Rule"]
 
 Rule = Literal["greedy"] | Verification
 
 
-class ChainJudge(Protocol):
-    """The verdict on one drafted chain in one go, where working it out in tensors of a few numbers takes too long."""
+class DraftedChain(NamedTuple):
+    """One row's draft as the host knows it: all that a verdict on it rests on, besides the logits."""
 
-    def __call__(
-        self,
-        logits: Tensor,
-        params: SamplingParams,
-        rule: Rule,
-        *,
-        seed: int,
-        base: int,
-        tokens: Sequence[int],
-        q: Tensor | None,
-    ) -> tuple[int, int]:
-        """How many of the N drafted ``tokens`` are accepted, and the target's own; -1 if its numbers are broken there.
-
-        logits [N+1, V] float32, ready for the temperature; q [N, V] what tokens were drawn from, None: a point draft.
-        """
+    params: SamplingParams
+    rule: Rule
+    seed: int
+    committed: Sequence[int]  # prompt and output so far
+    prompt_length: int
+    tokens: Sequence[int]  # the N drafted ones
+    q: Tensor | None = None  # [N, V] what they were drawn from; None: a point draft
+    endings: Collection[int] = ()  # what min_tokens holds back
 
 
 def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> noise.Keys:
     return noise.keys(seed, base, offset, stream)  # looked up at each call, so that a test can plant another
-
-
-class ChainProcess(Protocol):
-    """Bias, min_tokens and penalties on one chain's logits: ``distribution.processed`` for a row, in one go."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        params: SamplingParams,
-        *,
-        tokens: Sequence[int],
-        prompt_length: int,
-        drafted: Sequence[int],
-        endings: Collection[int],
-    ) -> Tensor:
-        """logits [N+1, V] float32 -> a new tensor. tokens: prompt and output so far; endings: what min_tokens bans."""
 
 
 class RowDraw(Protocol):
@@ -101,9 +78,12 @@ class Inner:
     drawn: RowDraw | None = None
     #: the rejection rules on chains whose rows all are rejection sampled; None: ``verify``'s own
     rejected: ChainReject | None = None
-    #: both or neither; None: ``distribution`` and ``verify``'s rules
-    judged: ChainJudge | None = None
-    processed: ChainProcess | None = None
+    #: These two take one chain's logits [N+1, V] float32, where tensors of a few numbers each take too long. Both or
+    #: neither; None: ``distribution`` and ``verify``'s rules.
+    #: How many drafted tokens are accepted, and the target's own (-1: its numbers are broken), of processed logits.
+    judged: Callable[[Tensor, DraftedChain], tuple[int, int]] | None = None
+    #: bias, min_tokens and penalties: ``distribution.processed`` for a row; a new tensor
+    processed: Callable[[Tensor, DraftedChain], Tensor] | None = None
     judges: Served | None = None  # what those two serve
 
 

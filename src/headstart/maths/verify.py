@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..types import Draw
 from .chance import Chance, CounterChance, sound
+from .limits import CPU_CACHE
 from .tree import Topology
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
 ]
 
 Node = int | Tensor | slice  # the same node in every row, one for each row [R], or several of every row
-
-_SMALL = 1 << 17  # numbers that a CPU's cache holds
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class _Chains(_Draft):
         p, scale = self.p[:, 1:-1], self.scale[:, 1:-1]
         if self.q is None:  # all but the token itself stays
             return scale * (1 - self.ratios[:, 1:]).clamp_min(0)
-        if p.is_cuda or p.numel() <= _SMALL:
+        if p.is_cuda or p.numel() <= CPU_CACHE:
             return self.rest(p, slice(2, None), scale).sum(-1)
         # On a CPU, a piece that stays in its cache at a time.
         parts = [self.rest(p[:, i], i + 2, scale[:, i]).sum(-1) for i in range(p.shape[1])]

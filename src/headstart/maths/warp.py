@@ -7,7 +7,7 @@ Does not know: logits. ``distribution`` applies both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..types import SamplingParams
 from .asks import TENSORS_ONLY, asks_of
+from .limits import NO_TOP_K
 
-__all__ = ["History", "Warp"]
+__all__ = ["History", "Warp", "temperature_of"]
 
 _COLD = 0.01  # below this temperature the largest logit is subtracted first, so that the quotient cannot overflow
 
@@ -42,8 +43,6 @@ class Warp:
     repetition: Tensor | None  # [R]
     frequency: Tensor | None  # [R]
     presence: Tensor | None  # [R]
-    source: tuple[tuple[SamplingParams, tuple[int, ...]], ...]  # parameters and eos ids, row by row
-    dtype: torch.dtype
 
     @staticmethod
     def of(
@@ -61,7 +60,7 @@ class Warp:
             return torch.tensor(values, dtype=dtype, device=device) if used else None
 
         # Greedy rows need none of the warpers: none of them can move the argmax.
-        warm = [1.0 if p.greedy else p.temperature for p in params]
+        warm = list(map(temperature_of, params))
         ks = [0 if p.greedy or p.top_k >= vocab_size else p.top_k for p in params]
         repetition = column([p.repetition_penalty for p in params], 1.0)
         frequency = column([p.frequency_penalty for p in params], 0.0)
@@ -76,7 +75,7 @@ class Warp:
             temperature=column(warm, 1.0),
             cold=min(warm, default=1.0) < _COLD,
             min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
-            top_k=torch.tensor([k or 2**62 for k in ks], device=device) if any(ks) else None,
+            top_k=torch.tensor([k or NO_TOP_K for k in ks], device=device) if any(ks) else None,
             most_k=max(ks, default=0),
             top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
             bias=_bias(params, vocab_size, device, dtype),
@@ -84,24 +83,12 @@ class Warp:
             repetition=repetition,
             frequency=frequency,
             presence=presence,
-            source=tuple((p, tuple(ids)) for p, ids in zip(params, eos, strict=True)),
-            dtype=dtype,
         )
 
-    def over(self, *, temperature: Tensor, top_p: Tensor | None, min_p: Tensor | None, top_k: Tensor | None) -> Warp:
-        """The same with settings read from tensors [R] that may change later: what a recorded round works with."""
-        return replace(self, temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, most_k=self.vocab_size)
 
-    def select(self, rows: Sequence[int] | Tensor) -> Warp:
-        """These rows only, in this order. Who shares a batch is decided on the host, so it is made anew there."""
-        chosen = [self.source[row] for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
-        return Warp.of(
-            [params for params, _ in chosen],
-            vocab_size=self.vocab_size,
-            eos=[ids for _, ids in chosen],
-            device=self.greedy.device,
-            dtype=self.dtype,
-        )
+def temperature_of(params: SamplingParams) -> float:
+    """What logits are divided by: 1 for a greedy row, which has no use for its temperature."""
+    return 1.0 if params.greedy else params.temperature
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..head import HeadNet
 from ..kvcache import Slab, SlabLayer
+from ..slab_layer import on_cache_line
 from .library import KINDS, MatrixRecord, kernels, pool
 from .packed import GROUP, LANES
 from .sampling import REJECTING, Knobs
@@ -244,8 +245,7 @@ class HeadKernel:
     def _packed(self, weight: Tensor, kind: str, order: Tensor | None = None) -> MatrixRecord:
         rows, inputs = weight.shape
         outputs = -(-rows // LANES) * LANES
-        memory = torch.empty(int(self._kernels.hs_packed_bytes(KINDS[kind], outputs, inputs)) + 64, dtype=torch.uint8)
-        memory = memory[-memory.data_ptr() % 64 :]
+        memory = on_cache_line(int(self._kernels.hs_packed_bytes(KINDS[kind], outputs, inputs)))
         numbers = torch.full((outputs,), -1, dtype=torch.int32)
         numbers[:rows] = torch.arange(rows) if order is None else order
         source = weight.detach().float().contiguous()

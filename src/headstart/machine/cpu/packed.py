@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..files import open_guarded, replacing
 from ..fused.lower import Weights, lower, parts_of
 from ..fused.lower import why_not as why_not_lowered
+from ..slab_layer import LINE, on_cache_line
 from .library import KINDS, MatrixRecord, kernels
 
 __all__ = ["Packed", "Plan", "load_packed", "pack_model", "said_about", "save_packed", "why_not"]
@@ -94,10 +95,10 @@ class Plan:
         offsets, end = {}, 0
         for name, kind, outputs, inputs in self.matrices():
             offsets[name] = end
-            end += -(-int(kernels().hs_packed_bytes(KINDS[kind], outputs, inputs)) // 64) * 64
+            end += -(-int(kernels().hs_packed_bytes(KINDS[kind], outputs, inputs)) // LINE) * LINE
         for name, length in self.vectors():
             offsets[name] = end
-            end += -(-length * 4 // 64) * 64
+            end += -(-length * 4 // LINE) * LINE
         return offsets, end
 
 
@@ -108,10 +109,8 @@ class Packed:
         self.plan = plan
         self._offsets, self.bytes = plan.layout()
         # On a cache line, in large pages where the system has them: asked for before the memory is touched.
-        self._memory = torch.empty(self.bytes + 64, dtype=torch.uint8)
-        kernels().hs_advise(self._memory.data_ptr(), self._memory.numel())
-        skip = -self._memory.data_ptr() % 64
-        self.data = self._memory[skip : skip + self.bytes]
+        self.data = on_cache_line(self.bytes)
+        kernels().hs_advise(self.data.data_ptr(), self.bytes)
         self._matrices = {name: (kind, outputs, inputs) for name, kind, outputs, inputs in plan.matrices()}
         self._lengths = dict(plan.vectors())
 

@@ -11,7 +11,6 @@ either side, and a race that is all but even may go the other way.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from ...maths import noise
 from ...maths.asks import DRAWING, PROCESSING, TENSORS_ONLY, Served
-from ...maths.inner import Inner, Rule
-from ...maths.warp import Warp
+from ...maths.inner import DraftedChain, Inner, Rule
+from ...maths.limits import NO_TOP_K
+from ...maths.warp import Warp, temperature_of
 from ...types import SamplingParams
 from .library import kernels, pool
 
@@ -47,9 +47,8 @@ class Knobs(Structure):  # see csrc/sampling.h
 
 def knobs_of(params: SamplingParams, rule: Rule, *, seed: int, base: int) -> Knobs:
     """A row's settings for the kernels; ``base``: tokens committed so far. Seeds are 64 bits, signed or not."""
-    # No top-k is a huge one; a greedy row has no use for its temperature.
-    heat = 1.0 if params.greedy else params.temperature
-    return Knobs(heat, params.min_p, params.top_p, RULES[rule], params.top_k or 2**62, seed, base)
+    heat, top_k = temperature_of(params), params.top_k or NO_TOP_K
+    return Knobs(heat, params.min_p, params.top_p, RULES[rule], top_k, seed, base)
 
 
 @cache
@@ -101,23 +100,14 @@ def inner_for(threads: int) -> Inner:
         assert tokens is not None
         return p, tokens
 
-    def judged(
-        logits: Tensor,
-        params: SamplingParams,
-        rule: Rule,
-        *,
-        seed: int,
-        base: int,
-        tokens: Sequence[int],
-        q: Tensor | None,
-    ) -> tuple[int, int]:
+    def judged(logits: Tensor, chain: DraftedChain) -> tuple[int, int]:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
+        q, count = chain.q, len(chain.tokens)
         if q is not None and (q.dtype != torch.float32 or q.stride(1) != 1):
             q = q.float().contiguous()
-        count = len(tokens)
-        found, drafted = (c_int64 * 2)(), (c_int64 * max(1, count))(*tokens)
-        knobs = knobs_of(params, rule, seed=seed, base=base)
+        found, drafted = (c_int64 * 2)(), (c_int64 * max(1, count))(*chain.tokens)
+        knobs = knobs_of(chain.params, chain.rule, seed=chain.seed, base=len(chain.committed))
         kernels().hs_judge(
             pool(threads) if count and threads > 1 else None,
             ctypes.addressof(knobs),
@@ -148,26 +138,19 @@ class _Past(Structure):  # see csrc/penalties.cpp
     ]
 
 
-def _processed(
-    logits: Tensor,
-    params: SamplingParams,
-    *,
-    tokens: Sequence[int],
-    prompt_length: int,
-    drafted: Sequence[int],
-    endings: Collection[int],
-) -> Tensor:
-    """See ``maths.inner.ChainProcess``."""
+def _processed(logits: Tensor, chain: DraftedChain) -> Tensor:
+    """See ``maths.inner.Inner``."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    line, bias = (*tokens, *drafted), params.logit_bias or {}
+    params, endings, nodes = chain.params, chain.endings, len(chain.tokens) + 1
+    line, bias = (*chain.committed, *chain.tokens), params.logit_bias or {}
     text, banned = (c_int64 * len(line))(*line), (c_int64 * len(endings))(*endings)
     bias_ids, values = (c_int64 * len(bias))(*bias), (c_float * len(bias))(*bias.values())
     past = _Past(
         text=ctypes.addressof(text),
-        prompt=prompt_length,
-        committed=len(tokens),
-        nodes=len(drafted) + 1,
+        prompt=chain.prompt_length,
+        committed=len(chain.committed),
+        nodes=nodes,
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
@@ -178,7 +161,7 @@ def _processed(
         banned_ids=ctypes.addressof(banned),
         least=params.min_tokens,
     )
-    found = torch.empty(len(drafted) + 1, logits.shape[1])
+    found = torch.empty(nodes, logits.shape[1])
     kernels().hs_process(ctypes.addressof(past), logits.data_ptr(), logits.stride(0), logits.shape[1], found.data_ptr())
     return found
 

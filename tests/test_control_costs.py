@@ -1,10 +1,11 @@
-"""The line through timed drafts."""
+"""What rounds and drafts cost, as measured: the lines through them."""
 
 from __future__ import annotations
 
 import pytest
 
-from headstart.maths.draft_cost import DraftSeconds, slope
+from headstart.control.costs import LIFETIME, DraftSeconds
+from headstart.maths.cost import slope
 
 
 def test_start_and_step_are_told_apart() -> None:
@@ -56,13 +57,13 @@ def test_a_point_of_little_weight_does_not_tilt_the_line() -> None:
 def test_what_was_timed_long_ago_is_forgotten() -> None:
     cost = DraftSeconds()
     cost.add(2, 50.0)
-    for _ in range(DraftSeconds.LIFETIME):
+    for _ in range(LIFETIME):
         cost.tick()
     assert cost.line() == (0.0, 25.0)
     cost.add(2, 1.0)
     cost.tick()
     assert cost.line() == (0.0, 0.5)
-    for _ in range(DraftSeconds.LIFETIME + 1):
+    for _ in range(LIFETIME + 1):
         cost.tick()
     assert not cost
     assert cost.line() == (0.0, 0.0)
