@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from headstart.config import Config
 from headstart.errors import HeadstartError, InvalidParameter
-from headstart.types import Proposal, SamplingParams
+from headstart.types import Origin, Proposal, SamplingParams, Verdict
 
 BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -99,3 +100,33 @@ def test_unknown_settings_are_an_error() -> None:
 def test_a_chain_knows_that_it_is_one() -> None:
     assert Proposal.chain([4, 5, 6]).is_chain
     assert not Proposal((4, 5), (-1, -1)).is_chain
+
+
+def test_a_proposal_is_cut_to_its_first_tokens() -> None:
+    tree = Proposal((5, 6, 7, 8), (-1, -1, 1, 2), strength=3)
+    assert tree.cut(9) is tree
+    assert tree.cut(4) is tree
+    assert tree.cut(3) == Proposal((5, 6, 7), (-1, -1, 1), strength=3)
+    assert tree.cut(0) is None
+    q = torch.rand(3, 4)
+    short = Proposal.chain([1, 2, 3], q).cut(2)
+    assert short is not None
+    assert (short.tokens, short.parents, short.draw) == ((1, 2), (-1, 0), "iid")
+    assert torch.equal(short.q, q[:2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("proposal", "path", "origin"),
+    [
+        (None, (), "plain"),
+        (Proposal.chain([4, 5]), (), "correction"),
+        (Proposal.chain([4, 5]), (0,), "correction"),
+        (Proposal.chain([4, 5]), (0, 1), "bonus"),
+        (Proposal((4, 5, 6), (-1, -1, 1)), (0,), "bonus"),  # nothing was drafted behind the first branch
+        (Proposal((4, 5, 6), (-1, -1, 1)), (1,), "correction"),
+    ],
+)
+def test_a_verdict_says_where_its_token_came_from(
+    proposal: Proposal | None, path: tuple[int, ...], origin: Origin
+) -> None:
+    assert Verdict.on(proposal, path, 7) == Verdict(path, 7, origin)

@@ -19,6 +19,7 @@ import torch
 from engines import table, table_engine
 
 from headstart import LLM, InvalidParameter, Proposal, SamplingParams
+from headstart.engine.outcome import Rows
 from headstart.machine import progress
 from headstart.machine.cpu.build import why_not
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed
@@ -158,3 +159,18 @@ def test_progress_is_told_while_a_reader_redirects_standard_error(
         tell("loading a long file")
         time.sleep(0.2)
     assert "loading a long file" in capsys.readouterr().err
+
+
+def test_nothing_is_read_of_the_rows_when_no_round_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort asks the players whether a round was launched ahead; on a CPU none ever is."""
+    engine = table_engine(table(8, seed=3), None, rows=4)
+    for name in "abc":
+        engine.submit(Request(name, (1, 2), SamplingParams(max_tokens=20, ignore_eos=True)))
+    while engine.stats.tokens < 9:
+        engine.step()
+    monkeypatch.setattr(Rows, "of", staticmethod(lambda *_, **__: pytest.fail("rows were gathered for nothing")))
+    engine.abort("b")
+    monkeypatch.undo()
+    while not engine.idle:
+        engine.step()
+    assert (engine.stats.aborted, engine.stats.finished, engine.stats.failed) == (1, 2, 0)
