@@ -19,8 +19,8 @@ def test_the_first_token_is_timed_from_submit() -> None:
     for stats in (first, second):
         assert 0 <= stats.waiting_seconds < stats.first_token_seconds
         assert stats.first_token_seconds <= stats.waiting_seconds + stats.seconds
-    assert second.waiting_seconds > first.first_token_seconds
-    assert second.waiting_seconds >= first.waiting_seconds + first.seconds
+    # It was submitted before the first one started, which ran to its end meanwhile.
+    assert second.waiting_seconds >= first.seconds > 0
 
 
 def test_a_request_that_never_ran_has_no_times() -> None:
