@@ -85,6 +85,15 @@ def test_files_and_tests_that_are_named_are_there(page: Path) -> None:
         assert not test or re.search(rf"^def {test}\b", found.read_text(encoding="utf-8"), flags=re.M), test
 
 
+def test_the_tests_for_other_pythons_are_there() -> None:
+    listed = re.search(
+        r"^LIGHT=\(tests/test_\{([\w,]+)\}\.py\)", (ROOT / ".ci" / "test-versions").read_text(), flags=re.M
+    )
+    assert listed is not None
+    for name in listed[1].split(","):
+        assert (ROOT / "tests" / f"test_{name}.py").is_file(), f".ci/test-versions names test_{name}.py"
+
+
 def test_every_page_is_in_the_index() -> None:
     index = README.split("## Pages")[1] + ARCHITECTURE
     for page in PAGES:
