@@ -292,7 +292,7 @@ def test_sampling_follows_the_target(rule: str) -> None:
     )
     handles = [
         made.submit(Request(str(i), (1, 3, 2), SamplingParams(max_tokens=5, seed=i, verification=rule)))  # type: ignore[arg-type]
-        for i in range(700)
+        for i in range(400)
     ]
     while not made.idle:
         made.step()

@@ -19,7 +19,7 @@ from headstart.engine.engine import Engine
 from headstart.maths import noise, verify
 from headstart.types import DraftView, Proposal, Request, SamplingParams
 
-V, LENGTH, SAMPLES = 4, 3, 900
+V, LENGTH, SAMPLES = 4, 3, 500
 TARGET, DRAFT = table(V, seed=1), table(V, seed=1) + 0.8 * table(V, seed=2)
 PROMPT = (1, 3, 2)
 

@@ -212,7 +212,7 @@ def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal
 
 # -- the engine as a whole, on a model with known probabilities (see test_engine_lossless)
 
-V, LENGTH, SAMPLES = 4, 3, 900
+V, LENGTH, SAMPLES = 4, 3, 500
 TARGET, DRAFT = table(V, seed=1), table(V, seed=1) + 0.8 * table(V, seed=2)
 PROMPT = (1, 3, 2)
 
