@@ -17,7 +17,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from threading import Lock
-from time import perf_counter
 from weakref import WeakSet
 
 import torch
@@ -33,6 +32,7 @@ from .handle import Handle
 from .listeners import Listeners
 from .parts import Parts
 from .players import players
+from .reading import read
 from .reception import Reception
 from .round import drain, play
 from .scheduler import Scheduler
@@ -267,26 +267,19 @@ class Engine:
     def _fill(self) -> None:
         """Read prompts in, up to a chunk's worth of tokens, so that running sequences do not wait long."""
         budget = self.config.prefill_chunk
-        while budget > 0 and (sequence := self._scheduler.to_fill()) is not None:
-            self._tell.begun(self._handles[sequence.request.id])
-            row = self._slab.row(sequence.id)
-            start = self._slab.lengths[row]
-            behind = len(sequence.tokens) - start
-            if behind > budget:
-                self._prefill(sequence, row, sequence.tokens[start : start + budget])
-                return
-            budget -= behind
-            if self._round([sequence], row) and not sequence.finished:
-                self._scheduler.filled(sequence)
-
-    def _prefill(self, sequence: Sequence, row: int, tokens: list[int]) -> None:
-        started = perf_counter()
-        try:
-            self.parts.runner.prefill(row, tokens)
-        except Exception as error:
-            self._fail([sequence], error)
-        self.stats.prefill_tokens += len(tokens)
-        self.stats.prefill_seconds += perf_counter() - started
+        while budget > 0 and (chunks := self._scheduler.chunks(budget)):
+            budget -= sum(len(chunk.tokens) for chunk in chunks)
+            for chunk in chunks:
+                self._tell.begun(self._handles[chunk.sequence.request.id])
+            whole = [chunk.sequence for chunk in chunks if chunk.last]
+            if len(chunks) == len(whole) == 1:  # alone, it gets a whole round: there may be something to draft from
+                well = self._round(whole, chunks[0].row)
+            else:
+                everyone = [chunk.sequence for chunk in chunks]
+                well = self._guarded(everyone, lambda: read(self.parts, chunks, self.stats))  # noqa: B023
+            for sequence in whole if well else ():
+                if not sequence.finished:
+                    self._scheduler.filled(sequence)
 
     def _round(self, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> bool:
         return self._guarded(sequences, lambda: play(self.parts, self.players, sequences, first_row, ahead=ahead))

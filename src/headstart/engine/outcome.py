@@ -20,10 +20,10 @@ class DraftFailed(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """The sequences of one round: consecutive rows of the slab, from ``first`` on."""
+    """The sequences of one round, and their rows of the slab: consecutive ones, but where prompts are read in."""
 
     sequences: list[Sequence]
-    first: int
+    numbers: list[int]
     lengths: list[int]  # keys that each row holds as the round begins
     behind: list[int]  # tokens it lacks besides the last committed one, which it always lacks: a prompt's end
     ahead: bool  # nothing is about to change, so the next round may be launched before this one is over
@@ -32,7 +32,11 @@ class Rows:
     def of(slab: Slab, sequences: list[Sequence], first: int, *, ahead: bool) -> Rows:
         lengths = slab.lengths[first : first + len(sequences)]
         behind = [len(s.tokens) - 1 - length for s, length in zip(sequences, lengths, strict=True)]
-        return Rows(sequences, first, lengths, behind, ahead)
+        return Rows(sequences, list(range(first, first + len(sequences))), lengths, behind, ahead)
+
+    @property
+    def first(self) -> int:
+        return self.numbers[0]
 
     @property
     def reading(self) -> bool:

@@ -23,7 +23,7 @@ from .outcome import Outcome, Rows
 from .parts import Parts
 from .sequence import Sequence
 
-__all__ = ["Player", "players"]
+__all__ = ["Player", "logprobs_of", "players"]
 
 
 class Player(Protocol):
@@ -103,7 +103,7 @@ class StepByStep:
         logits = self._forward(batch, rows)
         seconds = perf_counter() - started
         verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
-        return Outcome(proposals, verdicts, self._logprobs(logits, batch, verdicts), draft_seconds, seconds)
+        return Outcome(proposals, verdicts, logprobs_of(logits, batch, verdicts, parts.vocab_size), draft_seconds, seconds)
 
     def drain(self, sequences: list[Sequence]) -> Outcome | None:
         return None
@@ -129,20 +129,6 @@ class StepByStep:
             torch.cuda.synchronize(logits.device)  # so that the clock reads the forward, not its launch
         return logits
 
-    def _logprobs(self, logits: torch.Tensor, batch: Batch, verdicts: list[Verdict | None]) -> list[list[TokenLogprob]]:
-        found: list[list[TokenLogprob]] = []
-        lines = zip(batch.sequences, batch.proposals, verdicts, logits, strict=True)
-        for sequence, proposal, verdict, row in lines:
-            top = sequence.params.logprobs
-            if top is None or verdict is None:
-                found.append([])
-                continue
-            drafted = proposal.tokens if proposal is not None else ()
-            tokens = [*(drafted[node] for node in verdict.path), verdict.token]
-            nodes = [0, *(node + 1 for node in verdict.path)]
-            found.append(logprobs_along(row, tokens, nodes, top, self._parts.vocab_size))
-        return found
-
 
 class DraftedOnHost:
     """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
@@ -165,3 +151,21 @@ class DraftedOnHost:
 
     def forget(self) -> None:
         pass
+
+
+def logprobs_of(
+    logits: torch.Tensor, batch: Batch, verdicts: list[Verdict | None], vocab_size: int
+) -> list[list[TokenLogprob]]:
+    """The log-probabilities of what the verdicts let out, for rows that asked for them."""
+    found: list[list[TokenLogprob]] = []
+    lines = zip(batch.sequences, batch.proposals, verdicts, logits, strict=True)
+    for sequence, proposal, verdict, row in lines:
+        top = sequence.params.logprobs
+        if top is None or verdict is None:
+            found.append([])
+            continue
+        drafted = proposal.tokens if proposal is not None else ()
+        tokens = [*(drafted[node] for node in verdict.path), verdict.token]
+        nodes = [0, *(node + 1 for node in verdict.path)]
+        found.append(logprobs_along(row, tokens, nodes, top, vocab_size))
+    return found

@@ -19,7 +19,7 @@ from .parts import Parts
 from .players import Player
 from .sequence import Emission, Sequence
 
-__all__ = ["drain", "play"]
+__all__ = ["drain", "first_tokens", "play"]
 
 
 def play(
@@ -47,6 +47,11 @@ def drain(parts: Parts, players: Seq[Player], sequences: list[Sequence]) -> list
     return _records(parts, rows, outcome, kept, perf_counter() - started)
 
 
+def first_tokens(parts: Parts, rows: Rows, outcome: Outcome, seconds: float) -> list[Round]:
+    """The end of a round in which several prompts were read in: each gets its first token."""
+    return _records(parts, rows, outcome, _commit(parts, rows, outcome), seconds)
+
+
 def _drafted_and_verified(parts: Parts, players: Seq[Player], rows: Rows) -> Outcome:
     """By the first player that takes the round. If its draft model fails, all are asked once more, without it."""
     try:
@@ -60,7 +65,7 @@ def _commit(parts: Parts, rows: Rows, outcome: Outcome) -> list[int]:
     """Take the accepted tokens and the target's own into the sequences; the slab follows. How many each one kept."""
     slab, kept = parts.runner.slab, [0] * len(rows.sequences)
     for i, (sequence, verdict) in enumerate(zip(rows.sequences, outcome.verdicts, strict=True)):
-        row = rows.first + i
+        row = rows.numbers[i]
         if sequence.finished:  # it ended in the round before, which this one was launched ahead of
             continue
         if verdict is None:

@@ -1,9 +1,9 @@
-"""Who runs now: the waiting line, the one prompt being read in, and the rows that decode.
+"""Who runs now: the waiting line, the prompts being read in, and the rows that decode.
 
 Knows: the slab's rows and the order of requests. Does not know: models, drafts or text.
 
-One prompt is read in at a time, in order of arrival. That is on purpose: when several requests share a prefix, the
-second finds it already in the slab and copies it.
+Prompts are read in together, in forwards of a bounded number of tokens. One that shares its beginning with another that
+is being read waits for it: it then finds that beginning in the slab and copies it.
 
 Requests may be added from any thread; everything else is for the one that steps.
 """
@@ -13,13 +13,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Lock
 
 from ..errors import EngineBusy
 from ..machine.kvcache import Slab
+from ..machine.reading import shares, waits_for
 from .sequence import Sequence
 
-__all__ = ["Scheduler"]
+__all__ = ["Chunk", "Scheduler"]
+
+_LOOKED_AT = 64  # waiting requests that are asked in a step whether they can be let in
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of one prompt, to be read in now."""
+
+    sequence: Sequence
+    row: int
+    tokens: list[int]
+    last: bool  # does the prompt end here?
 
 
 class Scheduler:
@@ -29,7 +43,7 @@ class Scheduler:
         self._slab = slab
         self._max_waiting = max_waiting
         self._waiting: deque[Sequence] = deque()
-        self._filling: Sequence | None = None
+        self._filling: dict[str, Sequence] = {}  # in order of arrival
         self._running: dict[str, Sequence] = {}
         self._line = Lock()  # over ``_waiting``
 
@@ -53,7 +67,7 @@ class Scheduler:
         """Nobody holds a row any more; these wait, in this order. The slab was reset."""
         with self._line:
             self._waiting = deque(sequences)
-        self._filling = None
+        self._filling = {}
         self._running = {}
 
     @property
@@ -63,22 +77,39 @@ class Scheduler:
     @property
     def arriving(self) -> bool:
         """Is a prompt being read in, or waiting for a row that is free?"""
-        return self._filling is not None or bool(self._waiting and self._slab.free_rows)
+        return bool(self._filling or (self._waiting and self._slab.free_rows))
 
-    def to_fill(self) -> Sequence | None:
-        """The sequence whose prompt is to be read in now, in a row of its own; None if there is none or no row."""
-        if self._filling is None and self._waiting and self._slab.free_rows:
+    def chunks(self, budget: int) -> list[Chunk]:
+        """What to read in now, ``budget`` tokens at the most; nothing if no prompt waits, or none has a row."""
+        self._admit()
+        filling, found = list(self._filling.values()), []
+        rows = [self._slab.row(s.id) for s in filling]
+        starts = [self._slab.lengths[row] for row in rows]
+        behind = [len(s.tokens) - start for s, start in zip(filling, starts, strict=True)]
+        for i, count in enumerate(shares(behind, budget)):
+            if count:
+                tokens = filling[i].tokens[starts[i] : starts[i] + count]
+                found.append(Chunk(filling[i], rows[i], tokens, count == behind[i]))
+        return found
+
+    def _admit(self) -> None:
+        """Give waiting requests rows, in order of arrival; see ``waits_for`` for those that are passed over."""
+        at = 0
+        while self._slab.free_rows and at < min(len(self._waiting), _LOOKED_AT):
+            sequence = self._waiting[at]
+            unread = [s.tokens for s in self._filling.values()]
+            if unread and waits_for(sequence.tokens, unread, self._slab.warm(sequence.tokens)):
+                at += 1
+                continue
             with self._line:
-                sequence = self._waiting.popleft()
+                del self._waiting[at]
             sequence.tally.start()
             sequence.tally.cached_tokens = self._slab.acquire(sequence.id, sequence.tokens)
-            self._filling = sequence
-        return self._filling
+            self._filling[sequence.id] = sequence
 
     def filled(self, sequence: Sequence) -> None:
         """Its prompt is in: it decodes with the others from now on."""
-        assert sequence is self._filling
-        self._filling = None
+        del self._filling[sequence.id]
         self._slab.promote(sequence.id)
         self._running[sequence.id] = sequence
 
@@ -88,13 +119,12 @@ class Scheduler:
 
     def held(self) -> list[Sequence]:
         """Everything that has a row."""
-        return [*self._running.values(), *([self._filling] if self._filling else [])]
+        return [*self._running.values(), *self._filling.values()]
 
     def retire(self, sequence: Sequence) -> None:
         """Give up the sequence's row, or its place in the line. A row that failed is wiped: NaN must not stay."""
         failed = sequence.finish_reason == "error"
-        if sequence is self._filling:
-            self._filling = None
+        if self._filling.pop(sequence.id, None) is not None:
             self._slab.release(sequence.id, scrub=failed)
         elif self._running.pop(sequence.id, None) is not None:
             self._slab.release(sequence.id, scrub=failed)

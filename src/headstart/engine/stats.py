@@ -90,7 +90,7 @@ class EngineStats(Accepting):
         self.drafted += sum(r.drafted for r in rounds)
         self.accepted += sum(r.accepted for r in rounds)
         if rounds[0].prefill:
-            self.prefill_tokens += rounds[0].prefill
+            self.prefill_tokens += sum(r.prefill for r in rounds)
             self.prefill_seconds += rounds[0].verify_seconds
             return
         self.draft_seconds += rounds[0].draft_seconds

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .slab_layer import SlabLayer
+from .slab_layer import SlabLayer, zeros
 
 __all__ = ["MARGIN", "Slab", "SlabLayer"]
 
@@ -58,6 +58,8 @@ class Slab(Cache):  # type: ignore[misc]
         self.first, self.last, self.start, self.live = 0, rows, 0, 0
         self.slots: Tensor | None = None  # [R, N] where each token's keys go; None: start .. live in every row
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._memory: Tensor | None = None  # [layers, 2, rows, kv_heads, capacity, head_dim], see ``allocate``
+        self._together = 0  # layers that lie in it
 
     # -- one forward ------------------------------------------------------------------------------------------
 
@@ -97,12 +99,31 @@ class Slab(Cache):  # type: ignore[misc]
         self.allocate((layer.keys, layer.values) if layer.is_initialized else None for layer in other.layers)
 
     def allocate(self, like: Iterable[tuple[Tensor, Tensor] | None]) -> None:
-        """The same, for keys and values as in ``like`` [.., kv_heads, .., head_dim]; None: a layer without any."""
-        for pair in like:
+        """The same, for keys and values as in ``like`` [.., kv_heads, .., head_dim]; None: a layer without any.
+
+        Layers of one shape lie in one piece of memory, so that a row is moved by one copy and not by two a layer.
+        """
+        pairs = list(like)
+        kinds = {(x.shape[1], x.shape[3], x.dtype, x.device) for pair in pairs for x in (pair or (None,)) if x is not None}
+        memory = None
+        if not self.layers and None not in pairs and len(kinds) == 1:
+            with torch.inference_mode(False):  # as in ``SlabLayer.lazy_initialization``
+                heads, dim, _, _ = kinds.pop()
+                memory = zeros(pairs[0][0], (len(pairs), 2, self.rows, heads, self.capacity, dim))  # type: ignore[index]
+            self._memory, self._together = memory, len(pairs)
+        for index, pair in enumerate(pairs):
             layer = SlabLayer(self)
-            if pair is not None:
+            if memory is not None:
+                layer.use(memory[index, 0], memory[index, 1])
+            elif pair is not None:
                 layer.lazy_initialization(*pair)
             self.layers.append(layer)
+
+    def _memories(self) -> list[Tensor]:
+        """All there is, as tensors [.., rows, kv_heads, capacity, head_dim]."""
+        apart = [layer for layer in self.layers[self._together :] if layer.is_initialized]
+        shared = [self._memory] if self._memory is not None else []
+        return [*shared, *(buffer for layer in apart for buffer in (layer.keys, layer.values))]
 
     def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row numbers [R, 1] and slots [R, N] of the forward in progress, made once a device."""
@@ -172,11 +193,9 @@ class Slab(Cache):  # type: ignore[misc]
         if not count or path[-1] == count:
             return
         target = slice(start_length + 1, start_length + 1 + count)
-        for layer in self.layers:
-            if layer.is_initialized:
-                source = torch.tensor(path, device=layer.device) + start_length
-                for buffer in (layer.keys, layer.values):
-                    buffer[row, :, target] = buffer[row].index_select(1, source)
+        for buffer in self._memories():
+            source = torch.tensor(path, device=buffer.device) + start_length
+            buffer[..., row, :, target, :] = buffer[..., row, :, :, :].index_select(-2, source)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows, live keys only."""
@@ -186,13 +205,11 @@ class Slab(Cache):  # type: ignore[misc]
             a, b = b, a
         long, short = self.lengths[a], self.lengths[b]
         tokens_a, tokens_b = self._emptied(a), self._emptied(b)
-        for layer in self.layers:
-            if layer.is_initialized and long:
-                for buffer in (layer.keys, layer.values):
-                    kept = buffer[b, :, :short].clone() if short else None
-                    buffer[b, :, :long] = buffer[a, :, :long]
-                    if kept is not None:
-                        buffer[a, :, :short] = kept
+        for buffer in self._memories() if long else ():
+            kept = buffer[..., b, :, :short, :].clone() if short else None
+            buffer[..., b, :, :long, :] = buffer[..., a, :, :long, :]
+            if kept is not None:
+                buffer[..., a, :, :short, :] = kept
         self._written[a] = self._written[b] = max(self._written[a], self._written[b])  # only live keys have moved
         columns: tuple[list[Any], ...] = (self._keys, self._released)
         for column in columns:
@@ -217,10 +234,8 @@ class Slab(Cache):  # type: ignore[misc]
     def scrub(self, row: int) -> None:
         """Zero a row and forget its tokens. For a row that met NaN: as a masked key it would poison others' sums."""
         self.truncate(row, 0)
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[row].zero_()
-                layer.values[row].zero_()
+        for buffer in self._memories():
+            buffer[..., row, :, :, :].zero_()
 
     def reset(self) -> None:
         """Forget every token and every owner. What was written is zeroed: it may hold NaN (see ``scrub``)."""
@@ -228,11 +243,9 @@ class Slab(Cache):  # type: ignore[misc]
         self.tokens = [[] for _ in range(self.rows)]
         self._keys, self._row_of = [None] * self.rows, {}
         self._ready = self._filling = 0
-        for layer in self.layers:
-            if layer.is_initialized:
-                for row, end in enumerate(self._written):
-                    layer.keys[row, :, :end].zero_()
-                    layer.values[row, :, :end].zero_()
+        for buffer in self._memories():
+            for row, end in enumerate(self._written):
+                buffer[..., row, :, :end, :].zero_()
         self._written = [0] * self.rows
 
     # -- who owns a row ---------------------------------------------------------------------------------------
@@ -281,6 +294,10 @@ class Slab(Cache):  # type: ignore[misc]
         self.swap(row, self._active)
         self._filling += 1
         return warm
+
+    def warm(self, prompt: Sequence[int]) -> int:
+        """How many leading tokens of the prompt ``acquire`` would find."""
+        return self._warmest(prompt)[1]
 
     def swap_ready(self, a: int, b: int) -> None:
         """Exchange two rows of the ready zone, where any order will do."""
@@ -340,10 +357,8 @@ class Slab(Cache):  # type: ignore[misc]
 
     def _copy(self, source: int, target: int, length: int) -> None:
         self._written[target] = max(self._written[target], length)
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[target, :, :length] = layer.keys[source, :, :length]
-                layer.values[target, :, :length] = layer.values[source, :, :length]
+        for buffer in self._memories():
+            buffer[..., target, :, :length, :] = buffer[..., source, :, :length, :]
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-__all__ = ["LINE", "SlabLayer", "on_cache_line"]
+__all__ = ["LINE", "SlabLayer", "on_cache_line", "zeros"]
 
 LINE = 64  # bytes of a cache line
 
@@ -43,7 +43,7 @@ def on_cache_line(size: int, *, zero: bool = False) -> Tensor:
     return memory[-memory.data_ptr() % LINE :][:size]
 
 
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Zeros, not garbage: a masked key still enters 0 * value, and 0 * NaN is NaN."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
@@ -64,9 +64,14 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         # Not as inference tensors, because rows are also moved outside inference mode.
         with torch.inference_mode(False):
             rows, capacity = self._slab.rows, self._slab.capacity
-            self.keys = _zeros(key_states, (rows, key_states.shape[1], capacity, key_states.shape[3]))
-            self.values = _zeros(value_states, (rows, value_states.shape[1], capacity, value_states.shape[3]))
-        self.dtype, self.device = key_states.dtype, key_states.device
+            keys = zeros(key_states, (rows, key_states.shape[1], capacity, key_states.shape[3]))
+            values = zeros(value_states, (rows, value_states.shape[1], capacity, value_states.shape[3]))
+        self.use(keys, values)
+
+    def use(self, keys: Tensor, values: Tensor) -> None:
+        """These, from now on."""
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

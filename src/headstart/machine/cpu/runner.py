@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import ModelRefused
 from ...maths.inner import Inner
 from ...maths.tree import Topology
-from ..kvcache import MARGIN, Slab, SlabLayer
+from ..kvcache import MARGIN, Slab
 from ..model_runner import ModelRunner, check_rows
 from ..pieces import Pieces, check_pieces
 from ..watch import Watched
@@ -65,10 +65,7 @@ class CpuRunner(Watched, ModelRunner):
         self.slab = Slab(rows, max_len, margin=margin)
         self._watch_numbers: ctypes.Array[ctypes.c_int32] | None = None
         like = torch.empty(1, plan.kv_heads, 1, plan.head_dim, dtype=torch.float16)
-        for _ in range(plan.layers):
-            layer = SlabLayer(self.slab)
-            layer.lazy_initialization(like, like)
-            self.slab.layers.append(layer)
+        self.slab.allocate([(like, like)] * plan.layers)
         self._kernels = kernels()
         self._cosines, self._sines = _rotation(packed, self.slab.capacity)
         self._handle = self._build()
