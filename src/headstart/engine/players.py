@@ -103,7 +103,9 @@ class StepByStep:
         logits = self._forward(batch, rows)
         seconds = perf_counter() - started
         verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
-        return Outcome(proposals, verdicts, logprobs_of(logits, batch, verdicts, parts.vocab_size), draft_seconds, seconds)
+        return Outcome(
+            proposals, verdicts, logprobs_of(logits, batch, verdicts, parts.vocab_size), draft_seconds, seconds
+        )
 
     def drain(self, sequences: list[Sequence]) -> Outcome | None:
         return None
