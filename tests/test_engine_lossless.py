@@ -25,8 +25,7 @@ PROMPT = (1, 3, 2)
 
 
 def sample(engine: Engine, **params: object) -> Counter[tuple[int, ...]]:
-    """LENGTH tokens a request; two more are asked for, so that a tree fits behind the first, and the last counted one can
-    be an accepted draft."""
+    """LENGTH tokens a request; two more are asked for: the last counted one can be an accepted draft, and trees fit."""
     requests = [
         Request(str(seed), PROMPT, SamplingParams(max_tokens=LENGTH + 2, seed=seed, **params))  # type: ignore[arg-type]
         for seed in range(SAMPLES)

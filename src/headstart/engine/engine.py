@@ -276,7 +276,7 @@ class Engine:
                 well = self._round(whole, chunks[0].row)
             else:
                 everyone = [chunk.sequence for chunk in chunks]
-                well = self._guarded(everyone, lambda: read(self.parts, chunks, self.stats))  # noqa: B023
+                well = self._guarded(everyone, lambda: read(self.parts, chunks, self.stats))
             for sequence in whole if well else ():
                 if not sequence.finished:
                     self._scheduler.filled(sequence)

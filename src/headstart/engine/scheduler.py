@@ -124,9 +124,7 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """Give up the sequence's row, or its place in the line. A row that failed is wiped: NaN must not stay."""
         failed = sequence.finish_reason == "error"
-        if self._filling.pop(sequence.id, None) is not None:
-            self._slab.release(sequence.id, scrub=failed)
-        elif self._running.pop(sequence.id, None) is not None:
+        if self._filling.pop(sequence.id, None) is not None or self._running.pop(sequence.id, None) is not None:
             self._slab.release(sequence.id, scrub=failed)
         else:
             with self._line, suppress(ValueError):
