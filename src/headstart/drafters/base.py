@@ -140,6 +140,10 @@ class Drafter(ABC):
         What comes back is checked before anything runs; a drafter that proposes nonsense, or raises, is dropped.
         """
 
+    def catch_up(self, views: Sequence[DraftView]) -> None:  # noqa: B027
+        """You are about to be asked about these: read what you lack of them (a prompt, say). It is not counted as time
+        that a draft took."""
+
     def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:  # noqa: B027
         """Told after each round what the target said of each proposal; ``view.tokens`` is up to date by then."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..machine.model_runner import DeviceRunner, ModelRunner
+from ..machine.reading import shares, waits_for
 from ..types import DraftView, Proposal
 from .base import DeviceDrafter, DraftContext, Drafter
 from .pen import Pen, fit
@@ -73,10 +74,15 @@ class ModelDrafter(Drafter):
         asked = [(view, budget) for view, budget in zip(views, budgets, strict=True) if budget > 0]
         if not asked:
             return [None] * len(views)
+        self.catch_up([view for view, _ in asked])
         for view, _ in asked:
-            self._bring_level(view)
+            self._find_level(view)
         by_id = self._draft({view.id: (view, budget) for view, budget in asked})
         return [by_id.get(view.id) for view in views]
+
+    def catch_up(self, views: Sequence[DraftView]) -> None:
+        """Rows that lack more than a few tokens (a prompt, say) are read together, in as few forwards as may be."""
+        self._read_missing(views, CATCH_UP)
 
     def release(self, sequence_id: str) -> None:
         if self._level.pop(sequence_id, None) is not None:
@@ -99,8 +105,8 @@ class ModelDrafter(Drafter):
 
     def align(self, views: Sequence[DraftView]) -> None:
         slab = self.runner.slab
+        self._read_missing(views, 1)
         for row, view in enumerate(views):
-            self._bring_level(view, catch_up=1)
             slab.swap_ready(slab.row(view.id), row)
 
     def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:
@@ -121,22 +127,48 @@ class ModelDrafter(Drafter):
             return tokens
         return [token if token < self._knows else STAND_IN for token in tokens]
 
-    def _bring_level(self, view: DraftView, catch_up: int = CATCH_UP) -> None:
-        """Make the row hold a prefix of the committed tokens that lacks at most ``catch_up`` of them."""
+    def _read_missing(self, views: Sequence[DraftView], most: int) -> None:
+        """Make every row hold a prefix of its committed tokens that lacks at most ``most`` of them."""
+        slab = self.runner.slab
+        missing = [view for view in views if self._lacks(view, most)]
+        while missing:
+            reading: list[tuple[DraftView, list[int]]] = []
+            for view in missing:
+                tokens = self._readable(view.tokens)
+                if view.id not in self._level:
+                    others = [other for _, other in reading]
+                    if others and waits_for(tokens, others, slab.warm(tokens)):
+                        continue  # until that one is read: then it copies what they share
+                    self._level[view.id] = slab.acquire(view.id, tokens)
+                    slab.promote(view.id)
+                if len(tokens) - self._find_level(view) > most:
+                    reading.append((view, tokens))
+            levels = [self._level[view.id] for view, _ in reading]
+            behind = [len(tokens) - 1 - level for (_, tokens), level in zip(reading, levels, strict=True)]
+            pieces = []
+            for (view, tokens), level, count in zip(reading, levels, shares(behind, self.prefill_chunk), strict=True):
+                if count:
+                    pieces.append((slab.row(view.id), tokens[level : level + count]))
+                    self._level[view.id] = level + count
+            if pieces:
+                self.runner.read(pieces, logits=False)
+            missing = [view for view in missing if self._lacks(view, most)]
+
+    def _lacks(self, view: DraftView, most: int) -> bool:
+        """Has it no row, or one that may lack more than ``most`` tokens?"""
+        return view.id not in self._level or len(view.tokens) - self._level[view.id] > most
+
+    def _find_level(self, view: DraftView) -> int:
+        """How many leading tokens of the row are the sequence's; the rest is dropped."""
         slab, tokens = self.runner.slab, self._readable(view.tokens)
-        if view.id not in self._level:
-            self._level[view.id] = slab.acquire(view.id, tokens)
-            slab.promote(view.id)
         row, level = slab.row(view.id), self._level[view.id]
         held = slab.tokens[row]
         most = min(len(held), len(tokens) - 1)
         while level < most and held[level] == tokens[level]:
             level += 1
         slab.truncate(row, level)
-        if len(tokens) - level > catch_up:
-            self.runner.prefill(row, tokens[level:-1], chunk=self.prefill_chunk)
-            level = len(tokens) - 1
         self._level[view.id] = level
+        return level
 
     def _draft(self, asked: dict[str, tuple[DraftView, int]]) -> dict[str, Proposal]:
         """Draw up to each row's budget. Rows of the slab that were not asked take part as idle passengers."""
