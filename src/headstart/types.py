@@ -194,6 +194,7 @@ class Round:
     strength: int = 0
     drafter: str = ""
     paid: bool = False  # see ``Proposal``
+    catch_up_seconds: float = 0.0  # of the whole round: the drafter read what it lacked (a prompt, say)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,9 @@ class AdaptiveController:
         first = rounds[0]
         if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
             # All but the drafting: judging and committing a longer draft takes longer, too.
-            self._costs.add(first.rows, first.width, first.round_seconds - first.draft_seconds * (first.width > 1))
-            self._pace.append((sum(r.emitted for r in rounds), first.round_seconds))
+            seconds = first.round_seconds - first.catch_up_seconds
+            self._costs.add(first.rows, first.width, seconds - first.draft_seconds * (first.width > 1))
+            self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
         paid = [r for r in rounds if r.drafted and self._paid(r)]

@@ -103,11 +103,12 @@ class ModelDrafter(Drafter):
         assert runner is not None, "whoever drafts on the device asks on_device first"
         return runner
 
-    def align(self, views: Sequence[DraftView]) -> None:
+    def align(self, views: Sequence[DraftView]) -> bool:
         slab = self.runner.slab
-        self._read_missing(views, 1)
+        read = self._read_missing(views, 1)
         for row, view in enumerate(views):
             slab.swap_ready(slab.row(view.id), row)
+        return read
 
     def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:
         slab, row = self.runner.slab, self.runner.slab.row(view.id)
@@ -127,9 +128,9 @@ class ModelDrafter(Drafter):
             return tokens
         return [token if token < self._knows else STAND_IN for token in tokens]
 
-    def _read_missing(self, views: Sequence[DraftView], most: int) -> None:
-        """Make every row hold a prefix of its committed tokens that lacks at most ``most`` of them."""
-        slab = self.runner.slab
+    def _read_missing(self, views: Sequence[DraftView], most: int) -> bool:
+        """Make every row hold a prefix of its committed tokens lacking at most ``most``; true if it read anything."""
+        slab, read = self.runner.slab, False
         missing = [view for view in views if self._lacks(view, most)]
         while missing:
             reading: list[tuple[DraftView, list[int]]] = []
@@ -152,7 +153,9 @@ class ModelDrafter(Drafter):
                     self._level[view.id] = level + count
             if pieces:
                 self.runner.read(pieces, logits=False)
+                read = True
             missing = [view for view in missing if self._lacks(view, most)]
+        return read
 
     def _lacks(self, view: DraftView, most: int) -> bool:
         """Has it no row, or one that may lack more than ``most`` tokens?"""

@@ -60,6 +60,7 @@ class Flight:
     marks: list[torch.cuda.Event] | None
     times: tuple[float, float]
     drafted: bool  # by the draft model, on the device
+    catch_up_seconds: float  # that the draft model took to read what it lacked, before the launch
 
 
 class CapturedRounds:
@@ -85,6 +86,7 @@ class CapturedRounds:
         self._drafts: dict[Shape, Recording] = {}
         self._verifies: dict[Shape, Recording] = {}
         self._flight: Flight | None = None
+        self._caught_up = 0.0  # seconds of the last catching up, until a launch takes them along
         self._sealed = False
         self._bounds = (*(b for b in target.BOUNDS if b < slab.capacity), slab.capacity)
         self._buckets = (*(1 << i for i in range(16) if 1 << i < slab.rows), slab.rows)
@@ -118,8 +120,9 @@ class CapturedRounds:
         enough = all(len(s.tokens) >= 2 and not self._over(s, shape.gamma, rounds=1) for s in sequences)
         return enough and not missing and (self.drafting or shape.gamma == 0)
 
-    def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: bool) -> Outcome:
-        """The next round of rows 0 .. R-1. ``ahead``: the one after it may be launched before this returns."""
+    def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: Callable[[], bool]) -> Outcome:
+        """The next round of rows 0 .. R-1. ``ahead``: may the one after it be launched before this returns? It is asked
+        while the device works."""
         gamma = self._down(gamma)
         if self._flight is None:
             self._settle(sequences, drafting=gamma > 0)
@@ -128,11 +131,11 @@ class CapturedRounds:
         # The draft is level only where it drafted, so a round that begins to draft starts from the host.
         same = bool(gamma) == bool(flight.shape.gamma)
         ending = any(self._over(s, gamma, rounds=2) or s.remaining <= flight.shape.gamma + 1 for s in sequences)
-        if ahead and same and not ending and self.fits(sequences, gamma):
+        if same and not ending and self.fits(sequences, gamma) and ahead():
             self._flight = self._launch(sequences, gamma)
         return self._read(flight, sequences)
 
-    def judge(self, sequences: Seq[Sequence], proposals: Seq[Proposal | None], draft_seconds: float) -> Outcome | None:
+    def judge(self, sequences: Seq[Sequence], proposals: Seq[Proposal | None]) -> Outcome | None:
         """A round whose drafts were made elsewhere; None where it does not fit."""
         longest = max((len(p) for p in proposals if p is not None), default=0)
         gamma = next((n for n in self.lengths if n >= longest), None)
@@ -146,7 +149,7 @@ class CapturedRounds:
         self._send(proposals, shape)
         flight = self._launch(sequences, gamma, given=limits)
         found = self._read(flight, sequences)
-        return replace(found, proposals=list(proposals), draft_seconds=draft_seconds)
+        return replace(found, proposals=list(proposals))
 
     def forget(self) -> None:
         """After a failure: nothing on the device can be trusted to be level."""
@@ -193,12 +196,19 @@ class CapturedRounds:
         if self._drafter is not None:
             draft = self._drafter.device_runner.slab
             if drafting:
-                try:
-                    self._drafter.align(sequences)
-                except Exception as error:
-                    raise DraftFailed from error
+                self._catch_up(self._drafter, sequences)
         rows = next(n for n in self._buckets if n >= len(sequences))
         self._state.settle(sequences, idle_lengths(self._target.slab, draft, len(sequences), rows), limits)
+
+    def _catch_up(self, drafter: ModelDrafter, sequences: Seq[Sequence]) -> None:
+        """The draft reads what it lacks. Waits until it has: what comes next is timed."""
+        started = perf_counter()
+        try:
+            if drafter.align(sequences) and self._recorder.enabled:
+                torch.cuda.synchronize(self._target.device)
+        except Exception as error:
+            raise DraftFailed from error
+        self._caught_up = perf_counter() - started
 
     def _send(self, proposals: Seq[Proposal | None], shape: Shape) -> None:
         """Drafts from the host, and what they were drawn from: a deterministic guess is a one-hot distribution."""
@@ -250,7 +260,9 @@ class CapturedRounds:
             marks[2].record()
         limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
         times = (between - started, perf_counter() - between)
-        return Flight(shape, host, logprobs, tuple(s.id for s in sequences), limits, marks, times, given is None)
+        behind, self._caught_up = self._caught_up, 0.0
+        ids = tuple(s.id for s in sequences)
+        return Flight(shape, host, logprobs, ids, limits, marks, times, given is None, behind)
 
     def _fetch(self, shape: Shape, logprobs: bool) -> tuple[Tensor, Logprobs | None]:
         """Start copying the result to the host."""
@@ -289,7 +301,7 @@ class CapturedRounds:
                     # A draft that was accepted whole never read its own last token.
                     fed = len(verdict.path) - (verdict.origin == "bonus")
                     self._drafter.adopt(s, proposal.tokens[:fed])
-        return Outcome(proposals, verdicts, logprobs, draft_seconds, verify_seconds)
+        return Outcome(proposals, verdicts, logprobs, draft_seconds, verify_seconds, flight.catch_up_seconds)
 
     # -- recording
 

@@ -5,27 +5,80 @@ Knows: how long a guess may be, and that a drafter may be anybody's code. Does n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from time import perf_counter
+
 from ..types import Proposal
 from .outcome import Rows
 from .parts import Parts
 from .proposal_check import checked
 from .sequence import Sequence
 
-__all__ = ["draft"]
+__all__ = ["Drafted", "HostDrafts"]
 
 
-def draft(parts: Parts, rows: Rows) -> list[Proposal | None]:
-    """A guess for each row, None where there is none. A drafter that fails, or proposes nonsense, is dropped for good:
-    the text goes on without it."""
-    sequences = rows.sequences
+@dataclass(frozen=True)
+class Drafted:
+    """A guess for each row, None where there is none, and the time that took."""
+
+    proposals: list[Proposal | None]
+    seconds: float = 0.0
+    catch_up_seconds: float = 0.0  # before that: reading what the drafter lacked
+
+    def __bool__(self) -> bool:
+        """Is there anything to verify?"""
+        return any(proposal is not None for proposal in self.proposals)
+
+
+class HostDrafts:
+    """Guesses for the coming round. Players may ask more than once: the same text is guessed about only once."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._known: tuple[tuple[str, int], ...] = ()
+        self._found = Drafted([])
+
+    def ask(self, rows: Rows) -> Drafted:
+        """What the drafter says of these sequences, as far as they are committed."""
+        text = tuple((s.id, len(s.tokens)) for s in rows.sequences)
+        if text != self._known:
+            self._known, self._found = text, _draft(self._parts, rows.sequences)
+        return self._found
+
+    def likely(self, rows: Rows) -> bool:
+        """Would there be a guess? One that costs time, or is drawn at random, is not made only to find that out."""
+        parts = self._parts
+        if parts.drafter is None:
+            return False
+        if parts.drafter.free:
+            return bool(self.ask(rows))
+        limits = [_limit(parts, sequence) for sequence in rows.sequences]
+        return any(limits) and any(parts.controller.budgets(rows.sequences, limits))
+
+    def take(self, rows: Rows) -> Drafted:
+        """The same, to be verified now; it is not given twice."""
+        found = self.ask(rows)
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        self._known = ()
+
+
+def _draft(parts: Parts, sequences: list[Sequence]) -> Drafted:
+    """A drafter that fails, or proposes nonsense, is dropped for good: the text goes on without it."""
     nothing: list[Proposal | None] = [None] * len(sequences)
     limits = [_limit(parts, sequence) for sequence in sequences]
     if parts.drafter is None or not any(limits):
-        return nothing
+        return Drafted(nothing)
     try:
+        started = perf_counter()
         budgets = parts.controller.budgets(sequences, limits)
         if not any(budgets):
-            return nothing
+            return Drafted(nothing)
+        before = perf_counter()
+        parts.drafter.catch_up([s for s, budget in zip(sequences, budgets, strict=True) if budget])
+        level = perf_counter()
         found = checked(
             parts.drafter.propose(list(sequences), list(budgets)),
             budgets,
@@ -33,10 +86,11 @@ def draft(parts: Parts, rows: Rows) -> list[Proposal | None]:
             device=parts.runner.device,
             sound_q=parts.drafter.sound_q,
         )
-        return parts.controller.trim(sequences, found)
+        found = parts.controller.trim(sequences, found)
+        return Drafted(found, perf_counter() - level + before - started, level - before)
     except Exception as error:
         parts.drop_drafter(error)
-        return nothing
+        return Drafted(nothing)
 
 
 def _limit(parts: Parts, sequence: Sequence) -> int:

@@ -57,3 +57,4 @@ class Outcome:
     logprobs: list[list[TokenLogprob]]
     draft_seconds: float
     verify_seconds: float  # the target's forward alone
+    catch_up_seconds: float = 0.0  # before it was asked, the drafter read what it lacked; no part of drafting

@@ -63,7 +63,7 @@ class OverlappedRounds(CapturedRounds):
     def recordings(self) -> int:
         return super().recordings + len(self._continuations)
 
-    def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: bool) -> Outcome:
+    def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: Callable[[], bool]) -> Outcome:
         gamma = self._down(gamma)
         if not self._pays(sequences, gamma):
             self._wait()
@@ -76,7 +76,7 @@ class OverlappedRounds(CapturedRounds):
         (sequence,), (verdict,) = sequences, found.verdicts
         room = sequence.remaining - (len(verdict.path) + 1 if verdict is not None else 0)
         # One more round may be under way when the end is noticed, so there must be a place for it.
-        if ahead and verdict is not None and room > 0 and not self._over(sequence, gamma, rounds=3):
+        if verdict is not None and room > 0 and not self._over(sequence, gamma, rounds=3) and ahead():
             whole = len(verdict.path) == gamma == flight.shape.gamma and flight is self._continued
             hit = whole and self._guessed() == verdict.token
             self.hits += hit

@@ -1,6 +1,7 @@
 """The ways to play a round, and which of them plays it: the first in ``players`` that takes it.
 
-    on the device     draft, verify and decide are recordings; the next round may be launched before this one is read
+    on the device     draft, verify and decide are recordings; the next round may be launched before this one is read.
+                      With a drafter on the host: rounds in which it has nothing to say
     drafted on host   guesses from the host (``lookup``, a head, anybody's drafter), verified and decided on the device
     step by step      everything else: trees, prompts' ends, models that cannot be recorded, and machines without a GPU
 
@@ -9,15 +10,16 @@ Knows: who takes which round. Does not know: what becomes of its outcome (``roun
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
 import torch
 
-from ..types import Proposal, TokenLogprob, Verdict
+from ..types import TokenLogprob, Verdict
 from .captured import CapturedRounds
 from .device_rows import served
-from .drafting import draft
+from .drafting import Drafted, HostDrafts
 from .judge import Batch, judge, logprobs_along
 from .outcome import Outcome, Rows
 from .parts import Parts
@@ -44,34 +46,45 @@ class Player(Protocol):
 
 def players(parts: Parts) -> tuple[Player, ...]:
     """All that can play here, in the order in which they are asked."""
-    step = StepByStep(parts)
+    drafts = HostDrafts(parts)
+    step = StepByStep(parts, drafts)
     if parts.captured is None:
         return (step,)
-    return (OnDevice(parts, parts.captured), DraftedOnHost(parts, parts.captured, step), step)
+    return (OnDevice(parts, parts.captured, drafts), DraftedOnHost(parts, parts.captured, drafts, step), step)
 
 
 class OnDevice:
-    """Rounds that are recorded as a whole, with the draft model's guesses or with none (``captured``, ``overlap``)."""
+    """Rounds that are recorded as a whole, with the draft model's guesses or with none (``captured``, ``overlap``).
 
-    def __init__(self, parts: Parts, rounds: CapturedRounds) -> None:
-        self._parts, self._rounds = parts, rounds
+    A drafter on the host is asked while the device works, about the text as it was a round before. While it has nothing
+    to say, plain rounds follow each other without waiting for it; a guess is therefore taken up a round late.
+    """
+
+    def __init__(self, parts: Parts, rounds: CapturedRounds, drafts: HostDrafts) -> None:
+        self._parts, self._rounds, self._drafts = parts, rounds, drafts
         self._gamma = 0  # what ``takes`` found best
 
     def takes(self, rows: Rows) -> bool:
         parts, rounds = self._parts, self._rounds
-        if rows.first or rows.reading or (parts.drafter is not None and not rounds.drafting):
+        if rows.first or rows.reading:
             return False
         self._gamma = 0
-        if parts.drafter is not None and any(s.params.speculate for s in rows.sequences):
+        if parts.drafter is not None and rounds.drafting and any(s.params.speculate for s in rows.sequences):
             room = [parts.max_gamma] * len(rows.sequences)
             self._gamma = max(parts.controller.budgets(rows.sequences, room))
-        return rounds.in_flight or (served(rows.sequences) and rounds.fits(rows.sequences, self._gamma))
+        if rounds.in_flight:
+            return True
+        here = served(rows.sequences) and rounds.fits(rows.sequences, self._gamma)
+        return here and (rounds.drafting or not self._drafts.likely(rows))
 
     def play(self, rows: Rows) -> Outcome:
-        return self._rounds.play(rows.sequences, self._gamma, ahead=rows.ahead)
+        def ahead() -> bool:
+            return rows.ahead and (self._rounds.drafting or not self._drafts.likely(rows))
+
+        return self._rounds.play(rows.sequences, self._gamma, ahead=ahead)
 
     def drain(self, sequences: list[Sequence]) -> Outcome | None:
-        return self._rounds.play(sequences, 0, ahead=False) if self._rounds.in_flight else None
+        return self._rounds.play(sequences, 0, ahead=lambda: False) if self._rounds.in_flight else None
 
     def forget(self) -> None:
         self._rounds.forget()
@@ -80,38 +93,34 @@ class OnDevice:
 class StepByStep:
     """Any round at all: the drafter, the target and the rule, called one after another."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts, drafts: HostDrafts) -> None:
+        self._parts, self._drafts = parts, drafts
 
     def takes(self, rows: Rows) -> bool:
         return True
 
     def play(self, rows: Rows) -> Outcome:
-        started, captured = perf_counter(), self._parts.captured
+        captured = self._parts.captured
         # A draft model with recordings does not guess while a prompt is read: step by step that takes longer than the
         # recorded round after it.
         idle = captured is not None and captured.drafting and rows.reading
-        proposals: list[Proposal | None] = [None] * len(rows.sequences)
-        if not idle:
-            proposals = draft(self._parts, rows)
-        return self.verify(rows, proposals, perf_counter() - started)
+        return self.verify(rows, Drafted([None] * len(rows.sequences)) if idle else self._drafts.take(rows))
 
-    def verify(self, rows: Rows, proposals: list[Proposal | None], draft_seconds: float) -> Outcome:
-        """The target's word on these proposals."""
+    def verify(self, rows: Rows, drafted: Drafted) -> Outcome:
+        """The target's word on these guesses."""
         parts, started = self._parts, perf_counter()
-        batch = Batch.of(rows.sequences, proposals, parts.runner.device)
+        batch = Batch.of(rows.sequences, drafted.proposals, parts.runner.device)
         logits = self._forward(batch, rows)
         seconds = perf_counter() - started
         verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
-        return Outcome(
-            proposals, verdicts, logprobs_of(logits, batch, verdicts, parts.vocab_size), draft_seconds, seconds
-        )
+        logprobs = logprobs_of(logits, batch, verdicts, parts.vocab_size)
+        return Outcome(drafted.proposals, verdicts, logprobs, drafted.seconds, seconds, drafted.catch_up_seconds)
 
     def drain(self, sequences: list[Sequence]) -> Outcome | None:
         return None
 
     def forget(self) -> None:
-        pass
+        self._drafts.forget()
 
     def _forward(self, batch: Batch, rows: Rows) -> torch.Tensor:
         """Logits [R, N+1, V] of each row's last committed token and its drafted ones."""
@@ -135,18 +144,18 @@ class StepByStep:
 class DraftedOnHost:
     """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
 
-    def __init__(self, parts: Parts, rounds: CapturedRounds, step: StepByStep) -> None:
-        self._parts, self._rounds, self._step = parts, rounds, step
+    def __init__(self, parts: Parts, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
+        self._parts, self._rounds, self._drafts, self._step = parts, rounds, drafts, step
 
     def takes(self, rows: Rows) -> bool:
         return not rows.first and not rows.reading and served(rows.sequences)
 
     def play(self, rows: Rows) -> Outcome:
-        started = perf_counter()
-        proposals = draft(self._parts, rows)
-        seconds = perf_counter() - started
-        found = self._rounds.judge(rows.sequences, proposals, seconds)
-        return found if found is not None else self._step.verify(rows, proposals, seconds)
+        drafted = self._drafts.take(rows)
+        found = self._rounds.judge(rows.sequences, drafted.proposals)
+        if found is None:
+            return self._step.verify(rows, drafted)
+        return replace(found, draft_seconds=drafted.seconds, catch_up_seconds=drafted.catch_up_seconds)
 
     def drain(self, sequences: list[Sequence]) -> Outcome | None:
         return None

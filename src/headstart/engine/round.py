@@ -107,6 +107,7 @@ def _records(parts: Parts, rows: Rows, outcome: Outcome, kept: Seq[int], seconds
             prefill=rows.behind[i],
             draft_seconds=outcome.draft_seconds,
             verify_seconds=outcome.verify_seconds,
+            catch_up_seconds=outcome.catch_up_seconds,
             round_seconds=seconds,
             outcomes=_outcomes(verdict) if proposal is not None and verdict is not None else (),
             strength=proposal.strength if proposal is not None else 0,

@@ -73,6 +73,7 @@ class EngineStats(Accepting):
     draft_seconds: float = 0.0  # these three: rounds that carried no prompt
     verify_seconds: float = 0.0
     round_seconds: float = 0.0
+    catch_up_seconds: float = 0.0  # of these, the drafter's reading of what it lacked
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     cached_tokens: int = 0
@@ -96,6 +97,7 @@ class EngineStats(Accepting):
         self.draft_seconds += rounds[0].draft_seconds
         self.verify_seconds += rounds[0].verify_seconds
         self.round_seconds += rounds[0].round_seconds
+        self.catch_up_seconds += rounds[0].catch_up_seconds
 
     @property
     def acceptance_length(self) -> float:
