@@ -192,7 +192,7 @@ def test_a_draft_model_on_the_device_that_cannot_be_brought_level(rule: str) -> 
     """Captured rounds draft by themselves; where the draft model fails to read a prompt, they go on without it."""
 
     class Short(DeviceTable):
-        def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> torch.Tensor:
+        def read(self, pieces: Pieces, *, logits: bool = True) -> torch.Tensor:
             raise torch.OutOfMemoryError("no room for the draft")
 
     target, own = (kind(t, rows=3, max_len=64, margin=40) for kind, t in ((DeviceTable, TARGET), (Short, DRAFT)))
