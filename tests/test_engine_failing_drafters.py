@@ -30,6 +30,7 @@ from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds
 from headstart.engine.committed import Committed
 from headstart.engine.engine import Engine
+from headstart.machine.pieces import Pieces
 from headstart.types import DraftView, Verdict
 
 
