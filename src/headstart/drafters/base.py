@@ -96,8 +96,11 @@ class DeviceDrafter(Protocol):
     @property
     def device_runner(self) -> DeviceRunner: ...
 
-    def align(self, views: Sequence[DraftView]) -> None:
-        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last."""
+    def align(self, views: Sequence[DraftView]) -> bool:
+        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last.
+
+        True if there was anything to read.
+        """
 
     def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:
         """The device drafted on its own: the row now holds all committed tokens, and these behind them."""

@@ -200,7 +200,7 @@ class CapturedRounds:
         rows = next(n for n in self._buckets if n >= len(sequences))
         self._state.settle(sequences, idle_lengths(self._target.slab, draft, len(sequences), rows), limits)
 
-    def _catch_up(self, drafter: ModelDrafter, sequences: Seq[Sequence]) -> None:
+    def _catch_up(self, drafter: DeviceDrafter, sequences: Seq[Sequence]) -> None:
         """The draft reads what it lacks. Waits until it has: what comes next is timed."""
         started = perf_counter()
         try:
