@@ -130,7 +130,7 @@ def test_who_waits_for_a_neighbour_is_passed_by_others_and_goes_on_when_it_is_ab
     passing = engine.submit(ask("passing", text(8, 9), max_tokens=1))
     engine.step()
     assert passing.done
-    assert engine._scheduler.waiting == 1, "it waits for what it shares"
+    assert len(engine._scheduler._waiting) == 1, "it waits for what it shares"
     engine.abort("first")
     while not held.done:
         engine.step()

@@ -238,6 +238,6 @@ def test_no_attention_kernel_is_first_met_while_serving(head_dim: int, capacity:
         return splits > 1, t.stages_for(1, splits)
 
     recorded = {kernel(bound) for bound in (*(b for b in BOUNDS if b < capacity), capacity)}
-    recorded.add(kernel(512))  # a short prompt, see ``CapturedRounds.rehearsed``
+    recorded.add(kernel(512))  # a short prompt, see ``engine.opening.rehearse``
     bounds = [min(bound, capacity) for bound in range(512, 33000, 512)]
     assert {kernel(bound, split=split) for bound in bounds for split in (True, False)} <= recorded

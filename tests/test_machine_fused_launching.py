@@ -160,6 +160,7 @@ def test_nothing_is_compiled_while_prompts_are_read(
     name: str, rounding: str | None, draft: bool, log: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headstart.engine.captured import CapturedRounds
+from headstart.engine.opening import rehearse
     from headstart.machine.fused.runner import FusedRunner
 
     runner = FusedRunner(
@@ -173,8 +174,7 @@ def test_nothing_is_compiled_while_prompts_are_read(
     )
     rounds = CapturedRounds(runner, None, vocab_size=211, lengths=(0,))
     with torch.inference_mode(), _Zeros():  # type: ignore[no-untyped-call]
-        for body in rounds.rehearsed():
-            body()
+        rehearse(rounds)
     assert "_attend_kernel" in asked
     assert runner.slab.lengths == [0] * 36
     asked.clear()

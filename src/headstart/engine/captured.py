@@ -35,9 +35,6 @@ __all__ = ["CapturedRounds", "Flight", "draft_lengths"]
 KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _FEW_LENGTHS = (0, 1, 3, 6, 12, 24, 48)
-_PREFILLS = (64, 24, 12, 3)  # prompt lengths of every class of kernels
-_TOGETHER = (1, 2, 3, 9, 17, 33)  # how many prompts are read together: again of every class
-_KEPT = (9, 17)  # and logits of so many tokens of a prompt, more than one
 
 
 def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ...]:
@@ -317,7 +314,7 @@ class CapturedRounds:
         self._sealed = True
 
     def rehearsed(self) -> Iterator[Callable[[], None]]:
-        """Everything that will be recorded or run, each once and briefly, to be called before ``warm_up``.
+        """Everything that will be recorded, each once and briefly, to be called before ``warm_up``.
 
         What it does to the rows is put back when the iterator ends.
         """
@@ -325,16 +322,6 @@ class CapturedRounds:
         for shape in self._shapes():
             for runner, body in self._bodies(shape):
                 yield partial(self._briefly, runner, body)
-        runners = (self._target, *([self._programs.draft_runner] if self.drafting else []))
-        for runner in runners:
-            for width in _PREFILLS:
-                yield partial(self._briefly, runner, partial(_read_zeros, runner, width))
-            for rows in sorted({min(rows, runner.slab.rows) for rows in _TOGETHER}):
-                yield partial(self._briefly, runner, partial(_read_together, runner, rows))
-        # Guesses from the host may come with the end of a prompt, and are judged in the forward that reads it.
-        for keep in _KEPT if not self.drafting else ():
-            if keep <= self.lengths[-1] + 1:
-                yield partial(self._briefly, self._target, partial(_read_zeros, self._target, _PREFILLS[1], keep))
         for tensor, value in zip(self._programs.changed(len(self._state.lengths)), kept, strict=True):
             tensor.copy_(value)
 
@@ -375,23 +362,15 @@ class CapturedRounds:
             known[shape] = found
         return found
 
+    @property
+    def runners(self) -> tuple[DeviceRunner, ...]:
+        """The target, and the draft model where it is on the device."""
+        return (self._target, *([self._programs.draft_runner] if self.drafting else []))
+
     @staticmethod
     def _briefly(runner: DeviceRunner, body: Callable[[], None]) -> None:
         with runner.brief():
             body()
-
-
-def _read_zeros(runner: DeviceRunner, width: int, keep: int = 1) -> None:
-    tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
-    runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
-
-
-def _read_together(runner: DeviceRunner, rows: int) -> None:
-    """The first prompt by itself is too long for the kernels that decode."""
-    before = runner.slab.lengths[:rows]
-    runner.read([(row, [0] * (1 if row else min(_PREFILLS[0], runner.max_len))) for row in range(rows)])
-    for row, length in enumerate(before):
-        runner.slab.truncate(row, length)
 
 
 def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:

@@ -13,14 +13,19 @@ import torch
 from ..config import DraftConfig
 from ..drafters.base import Drafter
 from ..machine.fused import available, inner_loops
-from ..machine.model_runner import ModelRunner
+from ..machine.model_runner import DeviceRunner, ModelRunner
 from ..machine.progress import Tell
 from .captured import CapturedRounds, draft_lengths
 from .overlap import OverlappedRounds
 
-__all__ = ["open_captured"]
+__all__ = ["open_captured", "rehearse"]
 
 log = logging.getLogger(__name__)
+
+
+_PREFILLS = (64, 24, 12, 3)  # prompt lengths of every class of kernels
+_KEPT = (9, 17)  # and logits of so many tokens of a prompt, more than one
+_TOGETHER = (1, 2, 3, 9, 17, 33)  # parts of prompts read in one forward: the head's kernels differ
 
 
 class _Stopped(Exception):
@@ -78,9 +83,42 @@ def _compile(rounds: CapturedRounds) -> None:
     started = perf_counter()
     try:
         with rehearsal() as names:
-            for body in rounds.rehearsed():
-                body()
+            rehearse(rounds)
     except Exception as error:  # each is compiled where it is first used, then
         log.warning("kernels are compiled one by one: %s", error)
     else:
         log.info("compiled %d kernels in %.1f s", len(names), perf_counter() - started)
+
+
+def rehearse(rounds: CapturedRounds) -> None:
+    """Everything that will be recorded or run, each once and briefly."""
+    for body in rounds.rehearsed():
+        body()
+    for runner in rounds.runners:
+        with runner.brief():
+            _rehearse_reading(runner, rounds.lengths[-1] + 1 if not rounds.drafting else 1)
+
+
+def _rehearse_reading(runner: DeviceRunner, most: int) -> None:
+    """Prompts of every class of kernels, alone and together. ``most``: logits of so many tokens of a prompt are wanted,
+    because guesses from the host may come with its end, and are judged in the forward that reads it."""
+    for width in _PREFILLS:
+        _read_zeros(runner, width)
+    for rows in sorted({min(rows, runner.slab.rows) for rows in _TOGETHER}):
+        _read_together(runner, rows)
+    for keep in _KEPT:
+        if keep <= most:
+            _read_zeros(runner, _PREFILLS[1], keep)
+
+
+def _read_zeros(runner: DeviceRunner, width: int, keep: int = 1) -> None:
+    tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
+    runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
+
+
+def _read_together(runner: DeviceRunner, rows: int) -> None:
+    """The first prompt by itself is too long for the kernels that decode."""
+    before = runner.slab.lengths[:rows]
+    runner.read([(row, [0] * (1 if row else min(_PREFILLS[0], runner.max_len))) for row in range(rows)])
+    for row, length in enumerate(before):
+        runner.slab.truncate(row, length)
