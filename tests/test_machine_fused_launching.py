@@ -160,7 +160,7 @@ def test_nothing_is_compiled_while_prompts_are_read(
     name: str, rounding: str | None, draft: bool, log: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headstart.engine.captured import CapturedRounds
-from headstart.engine.opening import rehearse
+    from headstart.engine.opening import rehearse
     from headstart.machine.fused.runner import FusedRunner
 
     runner = FusedRunner(
