@@ -24,6 +24,7 @@ from headstart.lab.grow import SHAPES, Shape
 from headstart.machine.fused import kernels_matmul as km
 from headstart.machine.fused import kernels_sampling as ks
 from headstart.machine.fused.kernels_attention import attend
+from headstart.machine.fused.kernels_heads import Heads
 from headstart.machine.fused.plan import AttentionTile, Tile, tile
 from headstart.machine.fused.rounding import plain
 from headstart.maths import noise as draws
@@ -115,16 +116,15 @@ class Chain:
         for w in self.weights:
             if self.kind == "qkv":
                 query = self.out.view(-1)[: self.rows * s.heads * s.head_dim].view(self.rows, s.heads, s.head_dim)
-                km.matmul_rotary(
-                    self.x, w, query, self.cache, (*self.rotary, s.head_dim // 2), self.lengths, None, t, bias=None,
-                    squares=squares, eps=EPS, width=1, pdl=pdl,
-                )  # fmt: skip
+                to = Heads(query, self.cache, (*self.rotary, s.head_dim // 2), self.lengths, None, 1)
+                km.matmul_rotary(self.x, w, to, t, bias=None, squares=squares, eps=EPS, pdl=pdl)
             elif self.kind == "gate_up":
                 km.matmul_swiglu(self.x, w, self.out, t, squares=squares, eps=EPS, pdl=pdl)
             elif self.kind == "head":
                 km.matmul(self.x, w, self.logits, t, bias=None, squares=squares, eps=EPS, pdl=pdl)
             else:
-                km.matmul_residual(self.x, w, self.out, self.gain, self.scaled, t, bias=None, squares=parts, pdl=pdl)
+                to = km.Residual(self.out, self.gain, self.scaled, parts)
+                km.matmul_residual(self.x, w, to, t, bias=None, pdl=pdl)
 
     def library(self) -> None:
         for w in self.weights:
@@ -298,7 +298,7 @@ def sampling() -> dict[str, Any]:
             keys = draws.keys(draws.seeds(range(rows), "cuda"), base, 0, draws.DRAFT)
             cases: dict[str, Callable[[], object]] = {
                 "top-p": lambda: ks.nucleus(x, **knob),  # noqa: B023
-                "top-p and race": lambda: ks.nucleus_race(x, keys, **knob),  # noqa: B023
+                "top-p and race": lambda: ks.nucleus(x, keys, **knob),  # noqa: B023
                 "top-k and top-p": lambda: ks.nucleus(x, top_k=top_k, **knob),  # noqa: B023
                 "temperature": lambda: ks.nucleus(x, temperature=knob["temperature"]),  # noqa: B023
                 "race": lambda: ks.race(x, keys),  # noqa: B023

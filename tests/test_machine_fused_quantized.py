@@ -145,7 +145,8 @@ def test_tiles_that_share_their_inputs_change_no_bit(kind: str | None, monkeypat
         out, residual, scaled, hidden = torch.zeros_like(first), first.clone(), first.clone(), first[:, :50].clone()
         parts = torch.zeros(3, 13, device=DEVICE)
         kernels_matmul.matmul(x, matrix, out, t, bias=None, squares=squares, eps=0.0, pdl=0)
-        kernels_matmul.matmul_residual(x, matrix, residual, gain, scaled, t, bias=None, squares=parts, pdl=0)
+        to = kernels_matmul.Residual(residual, gain, scaled, parts)
+        kernels_matmul.matmul_residual(x, matrix, to, t, bias=None, pdl=0)
         kernels_matmul.matmul_swiglu(x, matrix, hidden, t, squares=squares, eps=0.0, pdl=0)
         found.append([out, residual, hidden, scaled, parts])
     for a, b in zip(found[0], want, strict=False):

@@ -14,6 +14,7 @@ import torch
 from headstart.machine import fused
 from headstart.maths import noise
 from headstart.maths.distribution import probabilities
+from headstart.maths.inner import PLAIN
 from headstart.maths.warp import Warp
 from headstart.types import SamplingParams
 
@@ -60,29 +61,18 @@ def logits(rows: int, nodes: int, size: int, ties: bool) -> torch.Tensor:
     return ((x * 2).round() / 2 if ties else x).to(DEVICE)
 
 
-def knobs(warp: Warp) -> dict[str, Any]:
-    return {
-        "temperature": warp.temperature,
-        "top_k": warp.top_k,
-        "top_p": warp.top_p,
-        "min_p": warp.min_p,
-        "greedy": warp.greedy if warp.any_greedy else None,
-        "cold": warp.cold,
-    }
-
-
 @kernels
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("size", VOCABULARIES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_same_tokens_stay_with_the_same_probabilities(batch: str, size: int, ties: bool) -> None:
-    from headstart.machine.fused.kernels_sampling import nucleus
+    from headstart.machine.fused.sampling import INNER
 
     params = [SamplingParams(**each) for each in BATCHES[batch]]
     x = logits(len(params), 2, size, ties)
     warp = Warp.of(params, vocab_size=size, eos=[[]] * len(params), device=DEVICE)
-    want = probabilities(x, warp, outputs=torch.zeros(len(params), dtype=torch.int64, device=DEVICE))
-    got = nucleus(x, **knobs(warp))
+    outputs = torch.zeros(len(params), dtype=torch.int64, device=DEVICE)
+    want, got = (probabilities(x, warp, outputs=outputs, inner=inner) for inner in (PLAIN, INNER))
     # A token at the very edge may fall on either side, as sums are rounded; it takes its ties along.
     differ = (got > 0) != (want > 0)
     assert float((got + want)[differ].sum()) < 1e-4 * got.shape[0]
@@ -98,8 +88,8 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
     x = logits(4, 3, 5000, False)
     share = torch.tensor([0.9, 0.5, 0.99, 1.0], device=DEVICE)
-    together = nucleus(x, top_p=share)
-    alone = torch.cat([nucleus(x[i : i + 1].contiguous(), top_p=share[i : i + 1].clone()) for i in range(4)])
+    together, _ = nucleus(x, top_p=share)
+    alone = torch.cat([nucleus(x[i : i + 1].contiguous(), top_p=share[i : i + 1].clone())[0] for i in range(4)])
     assert torch.equal(together, alone)
 
 
@@ -111,7 +101,7 @@ def test_broken_rows_are_nan_and_others_are_not() -> None:
     x[0, 0, 7] = torch.nan
     x[1] = -torch.inf
     x[2, 0, 9] = torch.inf
-    p = nucleus(x, top_p=torch.full((4,), 0.9, device=DEVICE), temperature=torch.full((4,), 0.5, device=DEVICE))
+    p, _ = nucleus(x, top_p=torch.full((4,), 0.9, device=DEVICE), temperature=torch.full((4,), 0.5, device=DEVICE))
     assert bool(p[:3].isnan().all())
     assert bool(p[3].isfinite().all())
 
@@ -119,14 +109,14 @@ def test_broken_rows_are_nan_and_others_are_not() -> None:
 @kernels
 @pytest.mark.parametrize("size", VOCABULARIES)
 def test_races_and_argmax_pick_what_torch_picks(size: int) -> None:
-    from headstart.machine.fused.kernels_sampling import argmax, nucleus_race, race
+    from headstart.machine.fused.kernels_sampling import argmax, nucleus, race
 
     x = logits(8, 4, size, True)
     assert torch.equal(argmax(x), x.argmax(-1))
     share = torch.full((8,), 0.9, device=DEVICE)
     base = torch.arange(32, device=DEVICE).view(8, 4)
     keys = noise.keys(noise.seeds(range(8), DEVICE), base, 1, noise.DRAFT)
-    p, tokens = nucleus_race(x, keys, top_p=share)
+    p, tokens = nucleus(x, keys, top_p=share)
     assert torch.equal(tokens, race(p, keys))
     want = noise.race(p, keys)
     # The noise may differ in its last bit, so only a near tie may go the other way.
@@ -140,15 +130,15 @@ def test_races_and_argmax_pick_what_torch_picks(size: int) -> None:
 
 @kernels
 def test_distributions_are_written_where_they_are_wanted() -> None:
-    from headstart.machine.fused.kernels_sampling import nucleus_race
+    from headstart.machine.fused.kernels_sampling import nucleus
 
     x = logits(3, 1, 211, False)[:, 0].contiguous()
     knob = {"top_p": torch.full((3,), 0.9, device=DEVICE)}
     keys = noise.keys(noise.seeds(range(3), DEVICE), torch.arange(3, device=DEVICE), 1, noise.DRAFT)
     wide = torch.full((4, 5, 211), -1.0, device=DEVICE)
-    p, tokens = nucleus_race(x, keys, **knob)
+    p, tokens = nucleus(x, keys, **knob)
     place = wide[:3, 2]
-    found, same = nucleus_race(x, keys, into=place, **knob)
+    found, same = nucleus(x, keys, into=place, **knob)
     assert found is place
     assert torch.equal(same, tokens)
     assert torch.equal(wide[:3, 2], p)

@@ -217,15 +217,9 @@ class TableRunner(DeviceRunner):
         self.max_len = max_len
         self.forwards = 0
 
-    def forward(
-        self,
-        rows: slice,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        topology: Topology | None = None,
-        keep: int | None = None,
+    def _forward(
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
-        """See ``ModelRunner.forward``."""
         self.forwards += 1
         width = tokens.shape[1]
         starts = torch.tensor(lengths)[:, None]
@@ -234,9 +228,8 @@ class TableRunner(DeviceRunner):
         states = tokens[:, None, :, None].double()
         keys, _ = self.slab.update(states, states, 0)  # [R, 1, live, 1]
         held = keys[:, 0, :, 0].long()
-        tree = topology is not None and not topology.is_chain
         # The token before a node is its parent's; before the first one it is the last live key.
-        before = slots - 1 if not tree else starts + topology.parent  # type: ignore[union-attr]
+        before = slots - 1 if tree is None else starts + tree.parent
         before = torch.where(torch.arange(width) == 0, starts - 1, before)
         last = torch.where(before >= 0, held.gather(1, before.clamp_min(0)), 0)
         logits = self.table[last, tokens]

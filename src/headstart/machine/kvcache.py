@@ -163,10 +163,9 @@ class Slab(Cache):  # type: ignore[misc]
     def add_features(self, like: Tensor) -> Tensor:
         """Room for one vector of ``like`` [1, 1, 1, F] a token, as one layer more: [rows, 1, capacity, F]."""
         self.start_features()
-        layer = SlabLayer(self)
-        layer.lazy_initialization(like, like[..., :0])
-        self.layers.append(layer)
-        return layer.keys
+        self.allocate([(like, like[..., :0])])
+        keys: Tensor = self.layers[-1].keys
+        return keys
 
     def truncate(self, row: int, length: int) -> None:
         """Roll back: only the first ``length`` keys stay live."""

@@ -17,11 +17,14 @@ from ..maths.tree import Topology
 from .kvcache import Slab
 from .pieces import Pieces, check_pieces
 
-__all__ = ["DeviceRunner", "ModelRunner", "check_rows"]
+__all__ = ["DeviceRunner", "ModelRunner"]
 
 
 class ModelRunner(Protocol):
-    """A model, its slab, and one call to run it. Rows of a batch are a slice of the slab."""
+    """A model, its slab, and one call to run it. Rows of a batch are a slice of the slab.
+
+    A runner derives from this and has a ``_forward``.
+    """
 
     slab: Slab
     vocab_size: int  # rows of the output head; may exceed the tokenizer's
@@ -35,6 +38,7 @@ class ModelRunner(Protocol):
     def inner(self) -> Inner:
         """The loops over the vocabulary that suit where the logits come out."""
 
+    @torch.inference_mode()
     def forward(
         self,
         rows: slice,
@@ -49,6 +53,18 @@ class ModelRunner(Protocol):
         positions only; ``keep=0`` none, which may skip the output head. The new keys are written past the
         row's end and become live when the caller says so (``slab.extend``).
         """
+        count, width = tokens.shape
+        if count != len(lengths) or count != rows.stop - rows.start or rows.stop > self.slab.rows:
+            raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")
+        tree = topology if topology is not None and not topology.is_chain else None
+        if tree is not None and tree.width != width:
+            raise ValueError(f"{width} tokens a row for a tree of {tree.width} nodes")
+        return self._forward(rows, tokens, lengths, tree, keep)
+
+    def _forward(
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
+    ) -> Tensor:
+        """The same, of arguments that agree. ``tree``: None for chains."""
 
     def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
         """Read tokens into several rows in one forward; pieces are (row, tokens), each row once, in any order.
@@ -110,9 +126,3 @@ class DeviceRunner(ModelRunner, Protocol):
 
     def on_device(self) -> DeviceRunner | None:
         return self
-
-
-def check_rows(slab: Slab, rows: slice, count: int, lengths: Sequence[int]) -> None:
-    """A forward's arguments must speak of the same rows."""
-    if count != len(lengths) or count != rows.stop - rows.start or rows.stop > slab.rows:
-        raise ValueError(f"{count} rows of tokens, {len(lengths)} lengths and rows {rows} do not agree")

@@ -13,7 +13,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -119,18 +119,18 @@ def load_target(
             fall_back(what, reason)
             notes = (f"{what}: {reason}",)
     kind = None if quantization == "auto" else quantization
-    _prepare_kernels(kind, placement, tell)
-    ready = _taken(source, kind, dtype, revision, placement) if tokenizer is None else None
+    wish = _Wish(source, kind, dtype, revision, placement)
+    wish.prepare_kernels(tell)
+    ready = wish.taken() if tokenizer is None else None
     if ready is not None:
         return ready
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
     loaded = replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, *notes)))
-    ours = isinstance(source, (str, Path))
     if isinstance(source, (str, Path)) and is_gguf(source):
         loaded = _own_bits(loaded, read_header(Path(source).expanduser()), kind)
     # Asked again: only now a model from the hub has all its files here.
-    place = _place(source, kind, dtype, revision, placement) if tokenizer is None else None
-    return Opened(loaded, kind, ours=ours, place=place)
+    place = wish.place() if tokenizer is None else None
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
 
 
 def _own_bits(loaded: Loaded, header: Header, kind: str | None) -> Loaded:
@@ -160,42 +160,37 @@ def load_draft(
     """Load a draft model. ``tell``: told of what takes long."""
     check_quantization("draft_quantization", quantization)
     kind = "int8" if quantization == "auto" else quantization
-    _prepare_kernels(kind, placement, tell)
-    ready = _taken(source, kind, dtype, None, placement)
+    wish = _Wish(source, kind, dtype, None, placement)
+    wish.prepare_kernels(tell)
+    ready = wish.taken()
     if ready is not None:
         return ready
     loaded = load(source, dtype=dtype, **placement)
     if quantization == "auto" and not can_round_draft(loaded):
-        kind = None
-    place = _place(source, kind, dtype, None, placement)
-    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
+        return Opened(loaded, ours=isinstance(source, (str, Path)))
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=wish.place())
 
 
-def runner_for(
-    opened: Opened, *, rows: int, max_len: int, margin: int, probe: bool = True, draft: bool = False
-) -> tuple[Runner, Loaded]:
-    """The fastest runner for the model here, and the model with its report brought up to date."""
+def runner_for(opened: Opened, *, probe: bool = True, draft: bool = False, **sizes: Any) -> tuple[Runner, Loaded]:
+    """The fastest runner for the model here, and the model with its report brought up to date.
+
+    ``sizes``: the slab's, rows, max_len and margin. ``draft``: the model only guesses, so its steps may be rounded in
+    whatever way is fastest.
+    """
     loaded = opened.loaded
     if opened.quantization is not None and loaded.model.device.type == "cuda":
-        return _rounded_on_gpu(opened, rows=rows, max_len=max_len, margin=margin, draft=draft)
+        return _rounded_on_gpu(opened, draft=draft, **sizes)
     if opened.quantization is not None:
-        runner = open_packed(
-            loaded,
-            opened.quantization,
-            rows=rows,
-            max_len=max_len,
-            margin=margin,
-            probe=probe,
-            packed=opened.packed,
-        )
+        packed = open_packed(loaded, opened.quantization, probe=probe, packed=opened.packed, **sizes)
         if opened.packed is None and opened.place is not None:
-            keep(opened.place, loaded, runner.packed)
-        return runner, Loaded(loaded.model, loaded.tokenizer, described(loaded.report, runner.packed))
-    plain, reason = fused.open_runner(loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe, draft=draft)
+            keep(opened.place, loaded, packed.packed)
+        return packed, replace(loaded, report=described(loaded.report, packed.packed))
+    reason = fused.reason_against(loaded.model)
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
-        return plain, loaded
-    return plain, replace(loaded, report=replace(loaded.report, kernels="Triton"))
+        return EagerRunner(loaded.model, probe=probe, **sizes), loaded
+    runner = fused.open_runner(loaded.model, draft=draft, **sizes)
+    return runner, replace(loaded, report=replace(loaded.report, kernels="Triton"))
 
 
 def _rounded_on_gpu(opened: Opened, *, draft: bool, **sizes: Any) -> tuple[Runner, Loaded]:
@@ -204,9 +199,9 @@ def _rounded_on_gpu(opened: Opened, *, draft: bool, **sizes: Any) -> tuple[Runne
     reason = fused.reason_against(loaded.model, kind)
     if reason is not None:
         raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
-    runner = fused.open_rounded(loaded.model, kind, draft=draft, release=opened.ours, **sizes)
+    runner = fused.open_runner(loaded.model, quantization=kind, draft=draft, release=opened.ours, **sizes)
     report = _described(loaded.report, kind, runner.fused.weights.bytes, released=opened.ours)
-    return runner, Loaded(loaded.model, loaded.tokenizer, report)
+    return runner, replace(loaded, report=report)
 
 
 def _described(report: Capability, kind: str, size: int, *, released: bool) -> Capability:
@@ -223,40 +218,36 @@ def _described(report: Capability, kind: str, size: int, *, released: bool) -> C
     return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note), kernels="Triton")
 
 
-def _place(
-    source: str | Path | PreTrainedModel,
-    kind: str | None,
-    dtype: str | torch.dtype,
-    revision: str | None,
-    placement: dict[str, Any],
-) -> Path | None:
-    """Where a packed copy of the model belongs (see ``shelf``); None if there can be none."""
-    if kind is None or not isinstance(source, (str, Path)) or not _on_cpu(placement):
-        return None
-    if placement.get("trust_remote_code") or no_kernels() is not None:
-        return None
-    return place_for(source, kind, dtype=dtype, revision=revision, token=placement.get("token"))
+class _Wish(NamedTuple):
+    """A model, and how it is to be loaded."""
 
+    source: str | Path | PreTrainedModel
+    kind: str | None
+    dtype: str | torch.dtype
+    revision: str | None
+    placement: dict[str, Any]
 
-def _prepare_kernels(kind: str | None, placement: dict[str, Any], tell: Tell) -> None:
-    """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
-    if kind is not None and _on_cpu(placement):
-        no_kernels(say=tell)
+    def prepare_kernels(self, tell: Tell) -> None:
+        """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
+        if self.kind is not None and _on_cpu(self.placement):
+            no_kernels(say=tell)
 
+    def place(self) -> Path | None:
+        """Where a packed copy of the model belongs (see ``shelf``); None if there can be none."""
+        if self.kind is None or not isinstance(self.source, (str, Path)) or not _on_cpu(self.placement):
+            return None
+        if self.placement.get("trust_remote_code") or no_kernels() is not None:
+            return None
+        token = self.placement.get("token")
+        return place_for(self.source, self.kind, dtype=self.dtype, revision=self.revision, token=token)
 
-def _taken(
-    source: str | Path | PreTrainedModel,
-    kind: str | None,
-    dtype: str | torch.dtype,
-    revision: str | None,
-    placement: dict[str, Any],
-) -> Opened | None:
-    """The model as it was packed before, without its float weights; None if it was not."""
-    place = _place(source, kind, dtype, revision, placement)
-    if place is None or not isinstance(source, (str, Path)):
-        return None
-    found = take(place, source, Remote(revision, placement.get("token")))
-    return Opened(found[0], kind, found[1]) if found is not None else None
+    def taken(self) -> Opened | None:
+        """The model as it was packed before, without its float weights; None if it was not."""
+        place = self.place()
+        if place is None or not isinstance(self.source, (str, Path)):
+            return None
+        found = take(place, self.source, Remote(self.revision, self.placement.get("token")))
+        return Opened(found[0], self.kind, found[1]) if found is not None else None
 
 
 def _on_cpu(placement: dict[str, Any]) -> bool:

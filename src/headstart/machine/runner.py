@@ -24,7 +24,7 @@ from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
 from .attention import evaluating, lend, lock_of, wants_grouped
 from .kvcache import MARGIN, Slab
-from .model_runner import DeviceRunner, ModelRunner, check_rows
+from .model_runner import DeviceRunner, ModelRunner
 from .packing import lend_packed, pack
 from .pieces import Pieces, batches, check_pieces
 from .watch import Watch, Watched
@@ -123,27 +123,16 @@ class EagerRunner(Watched, DeviceRunner):
         if probe:
             self.probe()
 
-    @torch.inference_mode()
-    def forward(
-        self,
-        rows: slice,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        topology: Topology | None = None,
-        keep: int | None = None,
-    ) -> Tensor:
-        """See ``ModelRunner.forward``."""
-        return self._forward(rows, tokens, lengths, topology, keep)
-
     def _forward(
-        self, rows: slice, tokens: Tensor, lengths: Sequence[int], topology: Topology | None, keep: int | Tensor | None
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
-        """``forward``; ``keep`` may also be a tensor of the positions whose logits are wanted."""
+        return self._over_slab(rows, tokens, lengths, tree, keep)
+
+    def _over_slab(
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | Tensor | None
+    ) -> Tensor:
+        """``keep`` may also be a tensor of the positions whose logits are wanted."""
         count, width = tokens.shape
-        check_rows(self.slab, rows, count, lengths)
-        tree = topology if topology is not None and not topology.is_chain else None
-        if tree is not None and tree.width != width:
-            raise ValueError(f"{width} tokens a row for a tree of {tree.width} nodes")
         low, high = min(lengths), max(lengths)
         if low == high and tree is None:  # the common case: positions are a view, no arithmetic at all
             slots = positions = self._count[None, low : low + width].expand(count, width)
@@ -169,7 +158,7 @@ class EagerRunner(Watched, DeviceRunner):
             ends = sorted(set(widths))
             ids = [[*tokens, *[0] * (ends[-1] - len(tokens))] for _, tokens in chosen]
             keep = torch.tensor(ends, device=self.device) - 1 if logits and len(ends) > 1 else int(logits)
-            got = self._forward(rows, torch.tensor(ids, device=self.device), self.slab.lengths[rows], None, keep)
+            got = self._over_slab(rows, torch.tensor(ids, device=self.device), self.slab.lengths[rows], None, keep)
             for i, width, line in zip(batch, widths, got, strict=True):
                 if logits:
                     found[i] = line[ends.index(width)]

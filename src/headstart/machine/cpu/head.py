@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..head import HeadNet
-from ..kvcache import Slab, SlabLayer
+from ..kvcache import Slab
 from ..slab_layer import on_cache_line
-from .library import KINDS, MatrixRecord, kernels, pool
+from .library import KINDS, MatrixRecord, each, kernels, pool
 from .packed import GROUP, LANES
 from .sampling import REJECTING, Knobs
 
@@ -31,26 +31,24 @@ MOST_ROWS = 64  # of one call
 
 class _HeadRecord(Structure):  # see csrc/head.cpp
     _fields_ = [
-        *((name, c_int32) for name in ("target_hidden", "parts", "width", "heads", "kv_heads", "head_dim", "ffn")),
-        *((name, c_int32) for name in ("vocab", "capacity", "positions", "window")),
+        *each(c_int32, "target_hidden parts width heads kv_heads head_dim ffn vocab capacity positions window"),
         ("eps", c_float),
-        ("row_stride", c_int64),
-        ("head_stride", c_int64),
-        *((name, MatrixRecord) for name in ("fuse", "embed", "qkv", "out", "gate_up", "down", "head", "embedding")),
+        *each(c_int64, "row_stride head_stride"),
+        *each(MatrixRecord, "fuse embed qkv out gate_up down head embedding"),
         ("plain_embedding", c_void_p),
         ("tokens", c_int32),
-        *((name, c_void_p) for name in ("ids", "cosines", "sines", "ones", "keys", "values")),
+        *each(c_void_p, "ids cosines sines ones keys values"),
     ]
 
 
 class _CallRecord(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("first_row", "rows", "reading", "answering")),
-        *((name, c_void_p) for name in ("counts", "starts", "tokens", "features", "y", "logits")),
+        *each(c_int32, "first_row rows reading answering"),
+        *each(c_void_p, "counts starts tokens features y logits"),
         ("most", c_int32),
         ("budgets", c_void_p),
-        *((name, c_float) for name in ("least_hope", "least_next", "heat")),
-        *((name, c_void_p) for name in ("drafted", "knobs", "q")),
+        *each(c_float, "least_hope least_next heat"),
+        *each(c_void_p, "drafted knobs q"),
     ]
 
 
@@ -74,9 +72,8 @@ class HeadKernel:
         c = net.config
         self._kernels, self._threads, self.config = kernels(), threads, c
         like = torch.empty(1, c.kv_heads, 1, c.head_dim, dtype=torch.float16)
-        layer = SlabLayer(slab)
-        layer.lazy_initialization(like, like)
-        slab.layers.append(layer)
+        slab.allocate([(like, like)])
+        layer = slab.layers[-1]
         self._memory: list[Tensor] = [layer.keys, layer.values]
         paired = torch.arange(c.ffn).view(-1, GROUP)
         paired = torch.stack([paired, paired + c.ffn], dim=1).flatten()
@@ -115,13 +112,6 @@ class HeadKernel:
             record.embedding = embedding
         else:
             record.plain_embedding = self._kept(embedding.detach().float())
-        for name, result, arguments in (
-            ("hs_head_new", c_void_p, [c_void_p]),
-            ("hs_head_free", None, [c_void_p]),
-            ("hs_head", ctypes.c_int, [c_void_p, c_void_p, c_void_p]),
-        ):
-            function = getattr(self._kernels, name)
-            function.restype, function.argtypes = result, arguments
         self._handle = int(self._kernels.hs_head_new(ctypes.addressof(record)))
         weakref.finalize(self, self._kernels.hs_head_free, self._handle).atexit = False  # as in ``CpuRunner``
         self._y = torch.zeros(slab.rows, c.width)

@@ -9,6 +9,7 @@ import ctypes
 import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 from .build import isa, load_kernels
 
@@ -19,6 +20,7 @@ __all__ = [
     "MatrixRecord",
     "ModelRecord",
     "declared",
+    "each",
     "instructions",
     "kernels",
     "pool",
@@ -27,71 +29,41 @@ __all__ = [
 KINDS = {"int8": 0, "int4": 1, "float32": 2}
 
 
+def each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one type, as C++ declares them in one line."""
+    return [(name, kind) for name in names.split()]
+
+
 class MatrixRecord(Structure):
-    _fields_ = [
-        ("kind", c_int32),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("data", c_void_p),
-        ("bias", c_void_p),
-    ]
+    _fields_ = [*each(c_int32, "kind outputs inputs"), *each(c_void_p, "data bias")]
 
 
 class LayerRecord(Structure):
     _fields_ = [
-        ("qkv", MatrixRecord),
-        ("out", MatrixRecord),
-        ("gate_up", MatrixRecord),
-        ("down", MatrixRecord),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *each(MatrixRecord, "qkv out gate_up down"),
+        *each(c_void_p, "input_norm post_norm q_norm k_norm keys values"),
         ("window", c_int64),
     ]
 
 
 class ModelRecord(Structure):
     _fields_ = [
-        ("hidden", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("ffn", c_int32),
-        ("vocab", c_int32),
-        ("layers", c_int32),
-        ("positions", c_int32),
+        *each(c_int32, "hidden heads kv_heads head_dim ffn vocab layers positions"),
         ("eps", c_float),
         ("capacity", c_int32),
-        ("row_stride", c_int64),
-        ("head_stride", c_int64),
-        ("embedding", MatrixRecord),
-        ("head", MatrixRecord),
-        ("norm", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
+        *each(c_int64, "row_stride head_stride"),
+        *each(MatrixRecord, "embedding head"),
+        *each(c_void_p, "norm cosines sines"),
         ("layer", POINTER(LayerRecord)),
     ]
 
 
 class CallRecord(Structure):
     _fields_ = [
-        ("rows", c_int32),
-        ("width", c_int32),
-        ("first_row", c_int32),
-        ("keep", c_int32),
-        ("tokens", c_void_p),
-        ("lengths", c_void_p),
-        ("ancestors", c_void_p),
-        ("depths", c_void_p),
-        ("logits", c_void_p),
+        *each(c_int32, "rows width first_row keep"),
+        *each(c_void_p, "tokens lengths ancestors depths logits"),
         ("watched", c_int32),
-        ("watch", c_void_p),
-        ("features", c_void_p),
-        ("slab_rows", c_void_p),
-        ("widths", c_void_p),
+        *each(c_void_p, "watch features slab_rows widths"),
     ]
 
 
@@ -102,15 +74,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_advise": (None, [c_void_p, c_int64]),
     "hs_instructions": (c_char_p, []),
     "hs_pool_new": (c_void_p, [c_int]),
-    "hs_pool_free": (None, [c_void_p]),
     "hs_product": (None, [c_void_p, POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
     "hs_model_new": (c_void_p, [POINTER(ModelRecord)]),
     "hs_model_free": (None, [c_void_p]),
     "hs_forward": (c_int, [c_void_p, c_void_p, POINTER(CallRecord)]),
-    "hs_judge": (
-        None,
-        [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p],
-    ),
+    "hs_head_new": (c_void_p, [c_void_p]),
+    "hs_head_free": (None, [c_void_p]),
+    "hs_head": (c_int, [c_void_p] * 3),
+    "hs_judge": (None, [*[c_void_p] * 3, c_int64, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p]),
     "hs_keys": (None, [*[c_void_p] * 4, c_int, c_void_p, c_void_p]),
     "hs_process": (None, [c_void_p, c_void_p, c_int64, c_int, c_void_p]),
     "hs_sample": (None, [c_void_p, c_void_p, c_int, c_int, c_int, *[c_void_p] * 8]),

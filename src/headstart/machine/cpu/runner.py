@@ -22,7 +22,7 @@ from ...errors import ModelRefused
 from ...maths.inner import Inner
 from ...maths.tree import Topology
 from ..kvcache import MARGIN, Slab
-from ..model_runner import ModelRunner, check_rows
+from ..model_runner import ModelRunner
 from ..pieces import Pieces, check_pieces
 from ..watch import Watched
 from .library import CallRecord, LayerRecord, MatrixRecord, ModelRecord, kernels, pool
@@ -113,18 +113,10 @@ class CpuRunner(Watched, ModelRunner):
         )
         return int(self._kernels.hs_model_new(ctypes.byref(record)))
 
-    @torch.inference_mode()
-    def forward(
-        self,
-        rows: slice,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        topology: Topology | None = None,
-        keep: int | None = None,
+    def _forward(
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
-        """See ``ModelRunner.forward``."""
         count, width = tokens.shape
-        check_rows(self.slab, rows, count, lengths)
         if min(lengths) < 0 or max(lengths) + width > self.slab.capacity:
             raise ValueError(f"tokens up to {max(lengths) + width} do not fit a row of {self.slab.capacity} slots")
         kept = width if keep is None else min(keep, width)
@@ -135,11 +127,9 @@ class CpuRunner(Watched, ModelRunner):
         call.rows, call.width, call.first_row, call.keep = count, width, rows.start, kept
         call.tokens, call.lengths, call.logits = tokens.data_ptr(), ctypes.addressof(starts), logits.data_ptr()
         call.ancestors = call.depths = call.slab_rows = call.widths = None
-        if topology is not None and not topology.is_chain:
-            if topology.width != width:
-                raise ValueError(f"{width} tokens a row for a tree of {topology.width} nodes")
-            ancestors = topology.ancestors.expand(count, width, width).to(torch.uint8).contiguous()
-            depths = topology.depth.expand(count, width).to(torch.int32).contiguous()
+        if tree is not None:
+            ancestors = tree.ancestors.expand(count, width, width).to(torch.uint8).contiguous()
+            depths = tree.depth.expand(count, width).to(torch.int32).contiguous()
             call.ancestors, call.depths = ancestors.data_ptr(), depths.data_ptr()
         self._run(count * width, max(lengths) + width)
         return logits

@@ -23,7 +23,7 @@ from ...maths.inner import DraftedChain, Inner, Rule
 from ...maths.limits import NO_TOP_K
 from ...maths.warp import Warp, temperature_of
 from ...types import SamplingParams
-from .library import kernels, pool
+from .library import each, kernels, pool
 
 __all__ = ["REJECTING", "SERVED", "Knobs", "inner_for", "knobs_of"]
 
@@ -34,15 +34,7 @@ REJECTING = (RULES["token"], RULES["block"])  # these ask what a token was drawn
 
 
 class Knobs(Structure):  # see csrc/sampling.h
-    _fields_ = [
-        ("heat", c_float),
-        ("min_p", c_float),
-        ("top_p", c_float),
-        ("rule", c_int32),
-        ("top_k", c_int64),
-        ("seed", c_int64),
-        ("base", c_int64),
-    ]
+    _fields_ = [*each(c_float, "heat min_p top_p"), ("rule", c_int32), *each(c_int64, "top_k seed base")]
 
 
 def knobs_of(params: SamplingParams, rule: Rule, *, seed: int, base: int) -> Knobs:
@@ -51,11 +43,16 @@ def knobs_of(params: SamplingParams, rule: Rule, *, seed: int, base: int) -> Kno
     return Knobs(heat, params.min_p, params.top_p, RULES[rule], top_k, seed, base)
 
 
-@cache
-def inner_for(threads: int) -> Inner:
-    """The inner loops, rows shared out among the process's ``threads`` threads."""
+class _Loops:
+    """Rows are shared out among the process's ``threads`` threads."""
 
-    def sample(x: Tensor | None, warp: Warp | None, words: noise.Keys | None, p: Tensor) -> Tensor | None:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def _pool(self, many: bool) -> int | None:
+        return pool(self._threads) if many and self._threads > 1 else None
+
+    def _sample(self, x: Tensor | None, warp: Warp | None, words: noise.Keys | None, p: Tensor) -> Tensor | None:
         """Logits x [.., V] of R rows -> p, which is filled; and tokens [..] if there are words of noise."""
         size = p.shape[-1]
         count = p.numel() // max(size, 1)
@@ -69,7 +66,7 @@ def inner_for(threads: int) -> Inner:
             low, high = (word.contiguous() for word in words)
             tokens = torch.empty(p.shape[:-1], dtype=torch.int64)
         kernels().hs_sample(
-            pool(threads) if count > 1 and threads > 1 else None,
+            self._pool(count > 1),
             _address(x),
             rows,
             count // max(rows, 1),
@@ -82,25 +79,25 @@ def inner_for(threads: int) -> Inner:
         )
         return tokens
 
-    def race(p: Tensor, words: noise.Keys) -> Tensor:
+    def race(self, p: Tensor, words: noise.Keys) -> Tensor:
         if p.dtype != torch.float32:
             return noise.race(p, words)
-        tokens = sample(None, None, words, p.contiguous())
+        tokens = self._sample(None, None, words, p.contiguous())
         assert tokens is not None
         return tokens
 
-    def sampled(x: Tensor, warp: Warp) -> Tensor:
+    def sampled(self, x: Tensor, warp: Warp) -> Tensor:
         p = torch.empty_like(x, memory_format=torch.contiguous_format)
-        sample(x.contiguous(), warp, None, p)
+        self._sample(x.contiguous(), warp, None, p)
         return p
 
-    def drawn(x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def drawn(self, x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         p = torch.empty_like(x, memory_format=torch.contiguous_format)
-        tokens = sample(x.contiguous(), warp, words, p)
+        tokens = self._sample(x.contiguous(), warp, words, p)
         assert tokens is not None
         return p, tokens
 
-    def judged(logits: Tensor, chain: DraftedChain) -> tuple[int, int]:
+    def judged(self, logits: Tensor, chain: DraftedChain) -> tuple[int, int]:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         q, count = chain.q, len(chain.tokens)
@@ -109,7 +106,7 @@ def inner_for(threads: int) -> Inner:
         found, drafted = (c_int64 * 2)(), (c_int64 * max(1, count))(*chain.tokens)
         knobs = knobs_of(chain.params, chain.rule, seed=chain.seed, base=len(chain.committed))
         kernels().hs_judge(
-            pool(threads) if count and threads > 1 else None,
+            self._pool(count > 0),
             ctypes.addressof(knobs),
             logits.data_ptr(),
             logits.stride(0),
@@ -122,18 +119,29 @@ def inner_for(threads: int) -> Inner:
         )
         return found[0], found[1]
 
+
+@cache
+def inner_for(threads: int) -> Inner:
+    """The inner loops on so many threads."""
+    loops = _Loops(threads)
     return Inner(
-        race=race, keys=_keys, sampled=sampled, drawn=drawn, judged=judged, processed=_processed, judges=SERVED
+        race=loops.race,
+        keys=_keys,
+        sampled=loops.sampled,
+        drawn=loops.drawn,
+        judged=loops.judged,
+        processed=_processed,
+        judges=SERVED,
     )
 
 
 class _Past(Structure):  # see csrc/penalties.cpp
     _fields_ = [
         ("text", c_void_p),
-        *((name, c_int32) for name in ("prompt", "committed", "nodes")),
-        *((name, c_float) for name in ("repetition", "frequency", "presence")),
-        *((name, c_int32) for name in ("biased", "banned")),
-        *((name, c_void_p) for name in ("bias_ids", "bias", "banned_ids")),
+        *each(c_int32, "prompt committed nodes"),
+        *each(c_float, "repetition frequency presence"),
+        *each(c_int32, "biased banned"),
+        *each(c_void_p, "bias_ids bias banned_ids"),
         ("least", c_int32),
     ]
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...maths.inner import PLAIN, Inner
-from ..runner import EagerRunner
 from .lower import why_not
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from .model import FusedModel
     from .runner import FusedRunner
 
-__all__ = ["available", "fuse", "inner_loops", "open_rounded", "open_runner", "reason_against", "why_not"]
+__all__ = ["available", "fuse", "inner_loops", "open_runner", "reason_against", "why_not"]
 
 
 def available() -> str | None:
@@ -61,46 +60,14 @@ def inner_loops(device: torch.device) -> Inner:
     return INNER
 
 
-def open_runner(
-    model: PreTrainedModel, *, rows: int, max_len: int, margin: int, probe: bool = True, draft: bool = False
-) -> tuple[EagerRunner, str | None]:
-    """The fastest runner for the model here, and why it is not the fused one (None if it is).
-
-    ``draft``: the model only guesses, so its steps may be rounded in whatever way is fastest.
-    """
-    reason = reason_against(model)
-    if reason is not None:
-        return EagerRunner(model, rows=rows, max_len=max_len, margin=margin, probe=probe), reason
-    from .runner import FusedRunner
-
-    return FusedRunner(model, rows=rows, max_len=max_len, margin=margin, draft=draft), None
-
-
 def reason_against(model: PreTrainedModel, quantization: str | None = None) -> str | None:
     """None if fused kernels can run the model where it is, with its weights rounded if so wished; else why not."""
     reason = available() if model.device.type == "cuda" else "the model is not on a GPU"
     return reason or why_not(model, quantization)
 
 
-def open_rounded(
-    model: PreTrainedModel,
-    quantization: str,
-    *,
-    rows: int,
-    max_len: int,
-    margin: int,
-    draft: bool = False,
-    release: bool = False,
-) -> FusedRunner:
-    """The model on fused kernels with rounded weights. Ask ``reason_against`` first. ``release``: see ``lower``."""
+def open_runner(model: PreTrainedModel, **options: Any) -> FusedRunner:
+    """The model on fused kernels; options as for ``FusedRunner``. Ask ``reason_against`` first."""
     from .runner import FusedRunner
 
-    return FusedRunner(
-        model,
-        rows=rows,
-        max_len=max_len,
-        margin=margin,
-        draft=draft,
-        quantization=quantization,
-        release=release,
-    )
+    return FusedRunner(model, **options)

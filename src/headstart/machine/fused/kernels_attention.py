@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_blocks import done, wait
-from .launching import launch
+from .launching import launch, overlap
 from .plan import AttentionTile, pieces, power_of_two
 
-__all__ = ["attend", "attend_tiles"]
+__all__ = ["LOG2E", "attend", "attend_tiles", "new_key", "old_keys"]
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -64,6 +64,64 @@ def _ask_chunk(
     _ask_keys(values, base, count, D, LINES)
 
 
+@triton.jit
+def _standing(ancestors, depths, token, live, length, i, width, TREE: tl.constexpr, RAGGED: tl.constexpr):
+    """The queries' ancestors as bits, if they are of a tree, and their positions."""
+    if TREE:
+        bits = tl.load(ancestors + token, mask=live, other=0)
+        position = length + tl.load(depths + token, mask=live, other=0).to(tl.int32)
+    else:
+        position = length + (tl.minimum(i, width - 1) if RAGGED else i)  # padding sees what the last token sees
+        bits = position
+    return bits, position
+
+
+@triton.jit
+def _sight(j, alive, length, bits, position, depths, window, TREE: tl.constexpr, WINDOW: tl.constexpr):
+    """[BQ, BK] may the query see key j? ``depths``: the row's."""
+    if TREE:
+        node = tl.minimum(tl.maximum(j - length, 0), 63)
+        seen = (j < length)[None, :] | (((bits[:, None] >> node[None, :].to(tl.int64)) & 1) == 1)
+        seen = seen & alive[None, :]
+    else:
+        seen = j[None, :] <= position[:, None]
+    if WINDOW:
+        if TREE:
+            tail = (j >= length) & alive
+            where = tl.load(depths + j - length, mask=tail, other=0).to(tl.int32)
+            key_position = tl.where(tail, length + where, j)
+        else:
+            key_position = j
+        seen = seen & (position[:, None] - key_position[None, :] < window)
+    return seen
+
+
+@triton.jit
+def _soften(s, top, total):
+    """The running softmax with scores s [BQ, BK] more: top and total, weights, and what older weights fade by."""
+    new = tl.maximum(top, tl.max(s, axis=1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - safe[:, None])
+    fade = tl.exp2(top - safe)
+    return new, total * fade + tl.sum(p, axis=1), p, fade
+
+
+@triton.jit
+def _leave(
+    acc, top, total, out, part, stats, h, split, splits, live, inside, D: tl.constexpr, DP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """What was found for heads h of all tokens: to out; where SPLIT, to part and stats."""
+    d = tl.arange(0, DP)
+    if not SPLIT:
+        tl.store(out + h[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        slot = h.to(tl.int64) * splits + split
+        tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
+        tl.store(stats + slot * 2, top, mask=live)
+        tl.store(stats + slot * 2 + 1, total, mask=live)
+
+
 @triton.jit(do_not_specialize=["width", "capacity", "splits"])
 def _attend_kernel(
     query, keys, values, out, part, stats, lengths, ancestors, depths, width, capacity, splits, window, scale,
@@ -93,18 +151,11 @@ def _attend_kernel(
         d = tl.arange(0, DP)
         live = i < width
         token = first + i
-        head = kv * G + t % G
+        head = token * HEADS + kv * G + t % G
         inside = live[:, None] & (d < D)[None, :]
-        q_at = (token * HEADS + head)[:, None] * D + d[None, :]
-        q = tl.load(query + q_at, mask=inside, other=0.0, cache_modifier=".cg")
+        q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
         base = (row * KV + kv).to(tl.int64) * capacity * D
-        if TREE:
-            bits = tl.load(ancestors + token, mask=live, other=0)
-            position = length + tl.load(depths + token, mask=live, other=0).to(tl.int32)
-        elif RAGGED:
-            position = length + tl.minimum(i, width - 1)  # padding sees what the last token sees
-        else:
-            position = length + i
+        bits, position = _standing(ancestors, depths, token, live, length, i, width, TREE, RAGGED)
         top = tl.full([BQ], float("-inf"), tl.float32)
         total = tl.zeros([BQ], tl.float32)
         acc = tl.zeros([BQ, DP], tl.float32)
@@ -116,41 +167,16 @@ def _attend_kernel(
             read = alive[:, None] & (d < D)[None, :]
             k = tl.load(keys + spot, mask=read, other=0.0)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if TREE:
-                node = tl.minimum(tl.maximum(j - length, 0), 63)
-                seen = (j < length)[None, :] | (((bits[:, None] >> node[None, :].to(tl.int64)) & 1) == 1)
-                seen = seen & alive[None, :]
-            else:
-                seen = j[None, :] <= position[:, None]
-            if WINDOW:
-                if TREE:
-                    tail = (j >= length) & alive
-                    where = tl.load(depths + row * width + j - length, mask=tail, other=0).to(tl.int32)
-                    key_position = tl.where(tail, length + where, j)
-                else:
-                    key_position = j
-                seen = seen & (position[:, None] - key_position[None, :] < window)
-            s = tl.where(seen, s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, axis=1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2(s - safe[:, None])
-            fade = tl.exp2(top - safe)
-            total = total * fade + tl.sum(p, axis=1)
+            seen = _sight(j, alive, length, bits, position, depths + row * width, window, TREE, WINDOW)
+            top, total, p, fade = _soften(tl.where(seen, s, float("-inf")), top, total)
             v = tl.load(values + spot, mask=read, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-            top = new
         done(PDL)
-        if not SPLIT:
-            tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-        else:
-            slot = (token * HEADS + head).to(tl.int64) * splits + split
-            tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
-            tl.store(stats + slot * 2, top, mask=live)
-            tl.store(stats + slot * 2 + 1, total, mask=live)
+        _leave(acc, top, total, out, part, stats, head, split, splits, live, inside, D, DP, SPLIT)
 
 
 @triton.jit
-def _old_keys(buffer, base, j, length, window, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr):
+def old_keys(buffer, base, j, length, window, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr):
     """buffer[j] [BK, DP] for keys of earlier steps; zero elsewhere. Not through L1, which may be older than L2."""
     d = tl.arange(0, DP)
     seen = j < length
@@ -164,15 +190,19 @@ def _old_keys(buffer, base, j, length, window, D: tl.constexpr, DP: tl.constexpr
 
 
 @triton.jit
+def new_key(buffer, base, length, past, D: tl.constexpr, DP: tl.constexpr):
+    """buffer[length] [DP], the new token's, where a chunk up to ``past`` holds it."""
+    d = tl.arange(0, DP)
+    mine = (d < D) & (length < past)
+    return tl.load(buffer + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
 def _take(q, k, v, seen, top, total, acc, scale):
     """Take one more tile of keys into the running softmax."""
     s = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
-    new = tl.maximum(top, tl.max(s, axis=1))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - safe[:, None])
-    fade = tl.exp2(top - safe)
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return new, total * fade + tl.sum(p, axis=1), acc
+    top, total, p, fade = _soften(s, top, total)
+    return top, total, tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["capacity", "splits"])
@@ -203,22 +233,20 @@ def _attend_one_kernel(
     if (start <= length) & (start + CHUNK > low):
         begin = tl.maximum(start, low // BK * BK)
         j = begin + tl.arange(0, BK)
-        k, seen = _old_keys(keys, base, j, length, window, D, DP, WINDOW)
-        v, _ = _old_keys(values, base, j, length, window, D, DP, WINDOW)
+        k, seen = old_keys(keys, base, j, length, window, D, DP, WINDOW)
+        v, _ = old_keys(values, base, j, length, window, D, DP, WINDOW)
         if PDL == 2:
             wait(PDL)
         q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        # The new token's key, where this chunk holds it.
-        mine = (d < D) & (length < start + CHUNK)
-        new_k = tl.load(keys + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
-        new_v = tl.load(values + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        new_k = new_key(keys, base, length, start + CHUNK, D, DP)
+        new_v = new_key(values, base, length, start + CHUNK, D, DP)
         top = tl.full([BQ], float("-inf"), tl.float32)
         total = tl.zeros([BQ], tl.float32)
         acc = tl.zeros([BQ, DP], tl.float32)
         top, total, acc = _take(q, k, v, seen, top, total, acc, scale)
         for at in tl.range(begin + BK, tl.minimum(start + CHUNK, length), BK):
-            k, seen = _old_keys(keys, base, at + tl.arange(0, BK), length, window, D, DP, WINDOW)
-            v, _ = _old_keys(values, base, at + tl.arange(0, BK), length, window, D, DP, WINDOW)
+            k, seen = old_keys(keys, base, at + tl.arange(0, BK), length, window, D, DP, WINDOW)
+            v, _ = old_keys(values, base, at + tl.arange(0, BK), length, window, D, DP, WINDOW)
             top, total, acc = _take(q, k, v, seen, top, total, acc, scale)
         done(PDL)
         if length < start + CHUNK:
@@ -229,13 +257,7 @@ def _attend_one_kernel(
             acc = acc * fade[:, None] + p[:, None] * new_v[None, :]
             total = total * fade + p
             top = new
-        if not SPLIT:
-            tl.store(out + head[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-        else:
-            slot = head.to(tl.int64) * splits + split
-            tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
-            tl.store(stats + slot * 2, top, mask=t < G)
-            tl.store(stats + slot * 2 + 1, total, mask=t < G)
+        _leave(acc, top, total, out, part, stats, head, split, splits, t < G, inside, D, DP, SPLIT)
     else:
         if PDL == 2:
             wait(PDL)
@@ -304,20 +326,14 @@ def attend(
     assert tokens == rows * width
     group = heads // kv
     splits = pieces(bound, t.chunk) if work is not None else 1
-    common = {
-        "HEADS": heads,
-        "D": d,
-        "DP": power_of_two(d),
-        "WINDOW": window is not None,
-        "PDL": pdl,
-    } | ({"launch_pdl": True} if pdl else {})
+    common = {"HEADS": heads, "D": d, "DP": power_of_two(d), "WINDOW": window is not None} | overlap(pdl)
     part, stats = work if work is not None else (out, out)
     cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30, "SPLIT": splits > 1}
     cut |= {"num_warps": t.warps, "num_stages": t.stages_for(rows, splits)}
     if t.one and width == 1:
         launch(
             _attend_one_kernel, (splits, rows * kv),
-            query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale * _LOG2E,
+            query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale * LOG2E,
             BQ=max(16, power_of_two(group)), **cut | {"BK": t.one}, **common,
         )  # fmt: skip
     else:
@@ -327,7 +343,7 @@ def attend(
         launch(
             _attend_kernel, (splits, rows * kv, pieces(group * width, tile)),
             query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0,
-            scale * _LOG2E, BQ=tile, TREE=tree is not None, RAGGED=False, **cut, **common,
+            scale * LOG2E, BQ=tile, TREE=tree is not None, RAGGED=False, **cut, **common,
         )  # fmt: skip
     if splits > 1:
         launch(
@@ -357,8 +373,7 @@ def attend_tiles(
     (heads, d), (kv, capacity) = query.shape[1:], keys.shape[1:3]
     launch(
         _attend_kernel, (1, len(tiles) * kv),
-        query, keys, values, out, out, out, tiles, tiles, tiles, 0, capacity, 1, window or 0, scale * _LOG2E,
+        query, keys, values, out, out, out, tiles, tiles, tiles, 0, capacity, 1, window or 0, scale * LOG2E,
         HEADS=heads, KV=kv, D=d, DP=power_of_two(d), BQ=t.packed(heads // kv)[0], BK=t.keys, CHUNK=1 << 30, SPLIT=False,
-        TREE=False, RAGGED=True, WINDOW=window is not None, PDL=pdl, num_warps=t.warps, num_stages=t.deep,
-        **{"launch_pdl": True} if pdl else {},
+        TREE=False, RAGGED=True, WINDOW=window is not None, num_warps=t.warps, num_stages=t.deep, **overlap(pdl),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 """Building blocks of the skinny products: what every kernel of ``kernels_matmul`` and ``kernels_stream`` does alike.
 
 Knows: how a tile of weights (floats, or rounded to 8 or 4 bits: see ``rounding``) is streamed and multiplied, what may
-be done before the kernel in front has ended, how an RMS norm's scale is put together, and where heads are stored.
+be done before the kernel in front has ended, and how an RMS norm's scale is put together.
 Does not know: what else is done with the sums.
 """
 
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "done", "early", "inputs", "inverse_rms", "load_groups", "multiply", "pair", "product", "scale_rows",
-    "square_parts", "store_heads", "tile_of", "unpack", "wait", "widen",
+    "done", "early", "inputs", "inverse_rms", "load_groups", "multiply", "product", "scale_rows", "square_parts",
+    "store_product", "store_swiglu", "tile_of", "total", "unpack", "wait", "widen", "zero",
 ]  # fmt: skip
 
 # A byte q under eight zero bits is q * 2^-133 as bfloat16, exactly: down there its numbers lie evenly. From there one
@@ -66,6 +66,16 @@ def _places(k, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    """Weights are read once."""
+    if MASKED:
+        tile = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    else:
+        tile = tl.load(pointers, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
 def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr):
     """What is stored of W[row, k : k + BK], [KS, HB, BK / KS], or [HB, BK] if there are no slices."""
     STORED: tl.constexpr = K // 2 if BITS == 4 else K
@@ -77,28 +87,16 @@ def _weights(w, row, k, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BIT
         pointers = w + start[:, None] + at
     else:
         pointers = w + start[None, :, None] + at
-    if K % BK == 0:
-        tile = tl.load(pointers, eviction_policy="evict_first")
-    else:
-        tile = tl.load(pointers, mask=at < STORED, other=0, eviction_policy="evict_first")
-    return tile
+    return _load(pointers, at < STORED, K % BK != 0)
 
 
 @triton.jit
 def load_groups(s, at, mask, MASKED: tl.constexpr):
     """Scales and minima of the groups ``at`` (of 32 weights of 4 bits each), as ``unpack`` takes them."""
     if s.dtype.element_ty == tl.float32:
-        if MASKED:
-            scale = tl.load(s + 2 * at, mask=mask, other=0.0, eviction_policy="evict_first")
-            minimum = tl.load(s + 2 * at + 1, mask=mask, other=0.0, eviction_policy="evict_first")
-        else:
-            scale = tl.load(s + 2 * at, eviction_policy="evict_first")
-            minimum = tl.load(s + 2 * at + 1, eviction_policy="evict_first")
+        scale, minimum = _load(s + 2 * at, mask, MASKED), _load(s + 2 * at + 1, mask, MASKED)
     else:
-        if MASKED:
-            scale = tl.load(s + at, mask=mask, other=0, eviction_policy="evict_first")
-        else:
-            scale = tl.load(s + at, eviction_policy="evict_first")
+        scale = _load(s + at, mask, MASKED)
         minimum = scale  # both are in one word
     return scale, minimum
 
@@ -243,6 +241,24 @@ def scale_rows(acc, s, row, BITS: tl.constexpr):
 
 
 @triton.jit
+def zero(KS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
+    """Where ``multiply`` begins."""
+    if KS > 1:
+        acc = tl.zeros([KS, ROWS, BM], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, BM], tl.float32)
+    return acc
+
+
+@triton.jit
+def total(acc, KS: tl.constexpr):
+    """The sums of all warps together."""
+    if KS > 1:
+        acc = tl.sum(acc, axis=0)
+    return acc
+
+
+@triton.jit
 def wait(PDL: tl.constexpr):
     """Wait until the kernel before has written everything.
 
@@ -290,19 +306,15 @@ def product(
     BITS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Sums [HB, BM] of the rows that ``early`` loaded, and of their partners."""
-    if KS > 1:
-        acc_a = tl.zeros([KS, HB, BM], tl.float32)
-    else:
-        acc_a = tl.zeros([HB, BM], tl.float32)
+    acc_a = zero(KS, HB, BM)
     acc_b = acc_a
     low, high = inputs(x, m, M, 0, K, BK, KS, BITS)
     acc_a = multiply(wa[0], wa[1], wa[2], low, high, acc_a, KS, BITS)
     if PAIR:
         acc_b = multiply(wb[0], wb[1], wb[2], low, high, acc_b, KS, BITS)
-    if KS > 1:
-        acc_a = tl.sum(acc_a, axis=0)
-        if PAIR:
-            acc_b = tl.sum(acc_b, axis=0)
+    acc_a = total(acc_a, KS)
+    if PAIR:
+        acc_b = total(acc_b, KS)
     if BITS == 8:
         acc_a = acc_a * wa[1][:, None]
         if PAIR:
@@ -328,31 +340,18 @@ def inverse_rms(parts, eps, K: tl.constexpr):
 
 
 @triton.jit
-def pair(i, TURN: tl.constexpr, HALF: tl.constexpr):
-    """The two channels of pair i in a head of 2 * HALF channels whose first 2 * TURN turn."""
-    a = tl.where(i < TURN, i, TURN + i)
-    b = tl.where(i < TURN, TURN + i, HALF + i)
-    return a, b
+def store_product(acc, n, row, m, M, N, bias, out, BIAS: tl.constexpr):
+    """Sums [HB, BM] and the bias to out [M, N]; ``row``: n, or the last one."""
+    if BIAS:
+        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_heads(
-    a, b, head, ca, cb, m, live, slot, width, query, keys, values, capacity, HEADS: tl.constexpr, KV: tl.constexpr,
-    D: tl.constexpr,
-):  # fmt: skip
-    """Channels ca and cb [HB] of one head [HB, BM] to the queries, or into the cache at ``slot`` [BM]."""
-    kind = keys.dtype.element_ty
-    at = ((m // width).to(tl.int64) * KV * capacity + slot)[None, :] * D
-    fits = (live & (slot < capacity))[None, :]
-    if head < HEADS:
-        base = query + m[None, :] * (HEADS * D) + head * D
-        tl.store(base + ca[:, None], a.to(kind), mask=live[None, :])
-        tl.store(base + cb[:, None], b.to(kind), mask=live[None, :])
-    elif head < HEADS + KV:
-        base = keys + at + (head - HEADS).to(tl.int64) * capacity * D
-        tl.store(base + ca[:, None], a.to(kind), mask=fits)
-        tl.store(base + cb[:, None], b.to(kind), mask=fits)
-    else:
-        base = values + at + (head - HEADS - KV).to(tl.int64) * capacity * D
-        tl.store(base + ca[:, None], a.to(kind), mask=fits)
-        tl.store(base + cb[:, None], b.to(kind), mask=fits)
+def store_swiglu(gate, up, scale, n, m, M, F, out):
+    """silu(gate) * up [HB, BM], both scaled, to out [M, F]."""
+    gate = gate * scale
+    value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
+    mask = (n < F)[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :] * F + n[:, None], value.to(out.dtype.element_ty), mask=mask)

@@ -15,23 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernels_attention import LOG2E, new_key, old_keys
 from .kernels_blocks import done, load_groups, unpack, wait, widen
-from .kernels_matmul import stored
-from .launching import launch
+from .kernels_matmul import Residual, stored
+from .launching import launch, overlap
 from .plan import Tile, pieces, power_of_two
 from .rounding import Matrix
 
 __all__ = ["attend_alone", "join_residual"]
-
-_LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _old(buffer, base, j, length, D: tl.constexpr, DP: tl.constexpr):
-    """buffer[j] [BK, DP] for keys of earlier steps. Not through L1, which may be older than L2."""
-    d = tl.arange(0, DP)
-    mask = (j < length)[:, None] & (d < D)[None, :]
-    return tl.load(buffer + base + j[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -53,15 +44,13 @@ def _alone_kernel(
     length = tl.load(lengths, cache_modifier=".cg").to(tl.int32)
     if start <= length:
         j = start + tl.arange(0, BK)
-        k = _old(keys, base, j, length, D, DP)
-        v = _old(values, base, j, length, D, DP)
+        k, _ = old_keys(keys, base, j, length, 0, D, DP, False)
+        v, _ = old_keys(values, base, j, length, 0, D, DP, False)
         if PDL == 2:
             wait(PDL)
         q = tl.load(query + head * D + d, mask=d < D, other=0.0, cache_modifier=".cg").to(tl.float32) * scale
-        # The new token's key, where this chunk holds it.
-        mine = (d < D) & (length < start + BK)
-        new_k = tl.load(keys + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
-        new_v = tl.load(values + base + length * D + d, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
+        new_k = new_key(keys, base, length, start + BK, D, DP)
+        new_v = new_key(values, base, length, start + BK, D, DP)
         s = tl.where(j == length, tl.sum(new_k * q, axis=0), tl.sum(k.to(tl.float32) * q[None, :], axis=1))
         s = tl.where(j <= length, s, float("-inf"))
         top = tl.max(s, axis=0)
@@ -149,10 +138,6 @@ def _join_kernel(
     tl.store(squares + tl.program_id(0), tl.sum(new * new, axis=0))
 
 
-def _overlap(pdl: int) -> dict[str, object]:
-    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
-
-
 def attend_alone(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
@@ -173,33 +158,23 @@ def attend_alone(
     heads, splits = work[0].shape[:2]
     launch(
         _alone_kernel, (splits, heads),
-        query, keys, values, *work, lengths, capacity, scale * _LOG2E, HEADS=heads, KV=kv, D=d, DP=power_of_two(d),
-        BK=chunk, SPLITS=splits, num_warps=1, **_overlap(pdl),
+        query, keys, values, *work, lengths, capacity, scale * LOG2E, HEADS=heads, KV=kv, D=d, DP=power_of_two(d),
+        BK=chunk, SPLITS=splits, num_warps=1, **overlap(pdl),
     )  # fmt: skip
 
 
 def join_residual(
-    work: tuple[Tensor, Tensor],
-    lengths: Tensor,
-    w: Matrix,
-    residual: Tensor,
-    gain: Tensor,
-    scaled: Tensor,
-    t: Tile,
-    *,
-    bias: Tensor | None,
-    squares: Tensor,
-    chunk: int,
+    work: tuple[Tensor, Tensor], lengths: Tensor, w: Matrix, to: Residual, t: Tile, *, bias: Tensor | None, chunk: int,
     pdl: int,
-) -> None:
-    """``matmul_residual`` of what ``attend_alone`` left: residual [1, N] += attended W^T + bias, and so on."""
+) -> None:  # fmt: skip
+    """``matmul_residual`` of what ``attend_alone`` left: x [1, N] += attended W^T + bias, and so on."""
     (outputs, inputs), (heads, splits, d) = w.shape, work[0].shape
     tiles = pieces(outputs, t.rows)
-    assert squares.shape == (1, tiles)
+    assert to.squares.shape == (1, tiles)
     assert heads * d == inputs
     launch(
         _join_kernel, (tiles,),
-        *work, lengths, *stored(w, residual), residual if bias is None else bias, residual, gain, scaled, squares,
-        outputs, K=inputs, HB=t.rows, HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits,
-        SP=power_of_two(splits), BITS=w.bits, BIAS=bias is not None, num_warps=t.warps, **_overlap(pdl),
+        *work, lengths, *stored(w, to.x), to.x if bias is None else bias, *to, outputs, K=inputs, HB=t.rows,
+        HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits, SP=power_of_two(splits),
+        BITS=w.bits, BIAS=bias is not None, num_warps=t.warps, **overlap(pdl),
     )  # fmt: skip

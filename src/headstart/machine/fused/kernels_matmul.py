@@ -22,7 +22,7 @@ the next one start after its own wait, when the one before it has ended.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,12 +30,20 @@ import triton.language as tl
 from torch import Tensor
 
 from . import kernels_stream as stream
-from .kernels_blocks import done, early, inverse_rms, pair, product, square_parts, store_heads, wait
-from .launching import launch
+from .kernels_blocks import done, early, inverse_rms, product, square_parts, store_product, store_swiglu, wait
+from .kernels_heads import Heads, pair, places_of, store_heads, turns_of
+from .launching import launch, overlap
 from .plan import LATE, PROGRAMS, Tile, fitting_stages, pieces, power_of_two
 from .rounding import Matrix
 
-__all__ = ["matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows", "stored"]
+__all__ = ["Residual", "matmul", "matmul_residual", "matmul_rotary", "matmul_swiglu", "skinny_rows", "stored"]
+
+
+@triton.jit
+def _mine(N, HB: tl.constexpr, BM: tl.constexpr):
+    """The program's outputs n, the weight rows of these (the last one past the end), and all tokens."""
+    n = tl.program_id(0) * HB + tl.arange(0, HB)
+    return n, tl.minimum(n, N - 1), tl.arange(0, BM)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -44,10 +52,7 @@ def _matmul_kernel(
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * HB
-    n = first + tl.arange(0, HB)
-    row = tl.minimum(n, N - 1)
-    m = tl.arange(0, BM)
+    n, row, m = _mine(N, HB, BM)
     wa, wb = early(w, s, row, row, K, BK, KS, BITS, False)
     wait(PDL)
     if NORM:
@@ -56,10 +61,7 @@ def _matmul_kernel(
     done(PDL)
     if NORM:
         acc = acc * inverse_rms(parts, eps, K)
-    if BIAS:
-        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
-    mask = (n < N)[:, None] & (m < M)[None, :]
-    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+    store_product(acc, n, row, m, M, N, bias, out, BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -67,10 +69,7 @@ def _residual_kernel(
     x, w, s, bias, residual, gain, scaled, squares, M, N, K: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr,
     HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * HB
-    n = first + tl.arange(0, HB)
-    row = tl.minimum(n, N - 1)
-    m = tl.arange(0, BM)
+    n, row, m = _mine(N, HB, BM)
     mask = (n < N)[:, None] & (m < M)[None, :]
     at = m[None, :] * N + n[:, None]
     wa, wb = early(w, s, row, row, K, BK, KS, BITS, False)
@@ -97,20 +96,13 @@ def _swiglu_kernel(
     x, w, s, squares, out, M, eps, F, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
     BK: tl.constexpr, HB: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * HB
-    n = first + tl.arange(0, HB)
-    row = tl.minimum(n, F - 1)
-    m = tl.arange(0, BM)
+    n, row, m = _mine(F, HB, BM)
     wa, wb = early(w, s, row, row + F, K, BK, KS, BITS, True)
     wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
     gate, up = product(x, wa, wb, m, M, K, BK, HB, BM, KS, BITS, True)
     done(PDL)
-    scale = inverse_rms(parts, eps, K)
-    gate = gate * scale
-    value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
-    mask = (n < F)[:, None] & (m < M)[None, :]
-    tl.store(out + m[None, :] * F + n[:, None], value.to(out.dtype.element_ty), mask=mask)
+    store_swiglu(gate, up, inverse_rms(parts, eps, K), n, m, M, F, out)
 
 
 @triton.jit(do_not_specialize=["M", "width", "capacity"])
@@ -131,16 +123,8 @@ def _rotary_kernel(
     wa, wb = early(w, s, ra, rb, K, BK, KS, BITS, True)
     if PDL != 2:
         wait(PDL)
-    length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
-    slot = length + m % width
-    if TREE:
-        position = length + tl.load(depths + m, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
-    else:
-        position = slot
-    turns = live & (head < HEADS + KV)  # values do not turn
-    turn = tl.minimum(position, capacity - 1)[None, :] * HALF + i[:, None]  # the table ends where the cache does
-    c = tl.load(cos + turn, mask=turns[None, :], other=1.0)
-    sn = tl.load(sin + turn, mask=turns[None, :], other=0.0)
+    slot, position = places_of(lengths, depths, m, live, width, capacity, TREE)
+    c, sn = turns_of(cos, sin, position, i, live & (head < HEADS + KV), HALF)  # values do not turn
     if PDL == 2:  # lengths and depths were written two kernels back or earlier
         wait(PDL)
     parts = square_parts(squares, m, M, PARTS, PARTS_2)
@@ -169,8 +153,8 @@ def _chosen(
     """Which of (for short rows, for long rows) takes the matrix, its grid and its options."""
     rows, inputs = x.shape
     assert t.slices or rows <= 2
-    options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits, "PDL": pdl}
-    options |= {"num_warps": t.warps} | ({"launch_pdl": True} if pdl else {})
+    options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits}
+    options |= {"num_warps": t.warps} | overlap(pdl)
     if t.depth >= inputs:
         return kernels[0], (tiles,), options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
@@ -211,27 +195,25 @@ def matmul(
     )  # fmt: skip
 
 
-def matmul_residual(
-    x: Tensor,
-    w: Matrix,
-    residual: Tensor,
-    gain: Tensor,
-    scaled: Tensor,
-    t: Tile,
-    *,
-    bias: Tensor | None,
-    squares: Tensor,
-    pdl: int,
-) -> None:
-    """residual [M, N] += x W^T + bias; scaled = residual * gain; squares [M, tiles] = parts of sum(residual^2)."""
+class Residual(NamedTuple):
+    """What a product that ends a block leaves: the residual stream, and what the next norm needs of it."""
+
+    x: Tensor  # [M, N], added to
+    gain: Tensor  # [N], the next norm's weight
+    scaled: Tensor  # [M, N] x * gain
+    squares: Tensor  # [M, tiles] parts of sum(x^2)
+
+
+def matmul_residual(x: Tensor, w: Matrix, to: Residual, t: Tile, *, bias: Tensor | None, pdl: int) -> None:
+    """x W^T + bias to the residual stream."""
     rows, inputs = x.shape
     tiles = pieces(w.shape[0], t.rows)
-    assert squares.shape[1] == tiles
+    assert to.squares.shape[1] == tiles
     kernel, grid, options = _chosen((_residual_kernel, stream.residual_kernel), w, tiles, t, x, pdl)
     launch(
         kernel, grid,
-        x, *stored(w, x), x if bias is None else bias, residual, gain, scaled, squares, rows, w.shape[0], K=inputs,
-        PARTS=tiles, BIAS=bias is not None, **options,
+        x, *stored(w, x), x if bias is None else bias, *to, rows, w.shape[0], K=inputs, PARTS=tiles,
+        BIAS=bias is not None, **options,
     )  # fmt: skip
 
 
@@ -245,39 +227,16 @@ def matmul_swiglu(x: Tensor, w: Matrix, out: Tensor, t: Tile, *, squares: Tensor
 
 
 def matmul_rotary(
-    x: Tensor,
-    w: Matrix,
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    rotary: tuple[Tensor, Tensor, int],
-    lengths: Tensor,
-    depths: Tensor | None,
-    t: Tile,
-    *,
-    bias: Tensor | None,
-    squares: Tensor,
-    eps: float,
-    width: int,
-    pdl: int,
+    x: Tensor, w: Matrix, to: Heads, t: Tile, *, bias: Tensor | None, squares: Tensor, eps: float, pdl: int
 ) -> None:
-    """Queries [M, heads, D], turned, to ``query``; keys, turned, and values into the cache at slot length + index.
-
-    ``lengths`` [R], ``depths`` [R, width] for trees, ``cache``: keys and values [R, kv_heads, capacity, D].
-    """
+    """norm(x) W^T + bias as heads of queries, keys and values."""
     rows, inputs = x.shape
-    keys, values = cache
-    heads, kv, capacity, d = query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3]
-    assert (d // 2) % t.rows == 0
-    tiles = (heads + 2 * kv) * (d // 2) // t.rows
+    half = to.query.shape[2] // 2
+    assert half % t.rows == 0
+    tiles = w.shape[0] // 2 // t.rows
     kernel, grid, options = _chosen((_rotary_kernel, stream.rotary_kernel), w, tiles, t, x, pdl, pair=True)
     launch(
         kernel, grid,
-        x, *stored(w, x), x if bias is None else bias, squares, query, keys, values, rotary[0], rotary[1], lengths,
-        lengths if depths is None else depths, rows, width, capacity, eps, K=inputs, HEADS=heads, KV=kv, D=d,
-        TURN=rotary[2], BIAS=bias is not None, TREE=depths is not None, **_parts(squares), **options,
+        x, *stored(w, x), x if bias is None else bias, squares, *to.buffers, rows, to.width, to.capacity, eps, K=inputs,
+        BIAS=bias is not None, **to.sizes, **_parts(squares), **options,
     )  # fmt: skip
-
-
-def supports_overlap(device: torch.device) -> bool:
-    """Whether the GPU can start a kernel before the one in front of it ends."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

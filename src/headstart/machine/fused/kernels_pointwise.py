@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_blocks import pair, wait
-from .launching import launch
+from .kernels_blocks import wait
+from .kernels_heads import Heads, pair
+from .launching import launch, overlap
 from .plan import pieces, power_of_two
 
 __all__ = ["embed", "norm", "remember", "rotate", "swiglu"]
@@ -142,10 +143,6 @@ def _remember_kernel(
     tl.store(features + at + h, value, mask=(h < H) & (slot < capacity))
 
 
-def _overlap(pdl: int) -> dict[str, object]:
-    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
-
-
 def _warps(width: int) -> int:
     """A power of two, whatever the width is."""
     return min(power_of_two(max(width // 512, 1)), 8)
@@ -171,7 +168,7 @@ def embed(
         _embed_kernel, (x.shape[0],),
         tokens, table, gain, x, x if scaled is None else scaled, x if squares is None else squares,
         1 if squares is None else squares.shape[1], H=hidden, BH=power_of_two(hidden), SCALED=scaled is not None,
-        num_warps=_warps(hidden), **_overlap(pdl),
+        num_warps=_warps(hidden), **overlap(pdl),
     )  # fmt: skip
 
 
@@ -181,43 +178,24 @@ def norm(x: Tensor, add: Tensor | None, gain: Tensor, out: Tensor, *, eps: float
     launch(
         _norm_kernel, (x.shape[0],),
         x, x if add is None else add, gain, out, eps, H=hidden, BH=power_of_two(hidden), ADD=add is not None,
-        num_warps=_warps(hidden), **_overlap(pdl),
+        num_warps=_warps(hidden), **overlap(pdl),
     )  # fmt: skip
 
 
-def rotate(
-    qkv: Tensor,
-    gains: tuple[Tensor, Tensor] | None,
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    rotary: tuple[Tensor, Tensor, int],
-    lengths: Tensor,
-    depths: Tensor | None,
-    *,
-    width: int,
-    eps: float,
-    pdl: int,
-) -> None:
-    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored.
-
-    ``width``: tokens a row, behind ``lengths`` [R] keys. 0: ``lengths`` [M, 2] has each token's row and slot.
-    """
-    keys, values = cache
-    heads, kv, d = query.shape[1], keys.shape[1], keys.shape[3]
-    q_gain, k_gain = gains if gains is not None else (qkv, qkv)
+def rotate(qkv: Tensor, gains: tuple[Tensor, Tensor] | None, to: Heads, *, eps: float, pdl: int) -> None:
+    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored."""
+    sizes = to.sizes
     launch(
-        _rotate_kernel, (qkv.shape[0], heads + 2 * kv),
-        qkv, q_gain, k_gain, query, keys, values, rotary[0], rotary[1], lengths,
-        lengths if depths is None else depths, width, keys.shape[2], eps, HEADS=heads, KV=kv, D=d,
-        HP=power_of_two(d // 2), TURN=rotary[2], NORM=gains is not None, TREE=depths is not None, RAGGED=width == 0,
-        num_warps=1, **_overlap(pdl),
+        _rotate_kernel, (qkv.shape[0], sizes["HEADS"] + 2 * sizes["KV"]),
+        qkv, *(gains or (qkv, qkv)), *to.buffers, to.width, to.capacity, eps, HP=power_of_two(sizes["D"] // 2),
+        NORM=gains is not None, RAGGED=to.width == 0, num_warps=1, **sizes, **overlap(pdl),
     )  # fmt: skip
 
 
 def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset: int) -> None:
     """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys.
 
-    ``width``, ``lengths``: see ``rotate``.
+    ``width``, ``lengths``: see ``Heads``.
     """
     rows, hidden = x.shape
     launch(

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from .kernels_blocks import wait
+from .launching import overlap, supports_overlap
 from .plan import power_of_two
 
 __all__ = ["CHUNKS", "Rows", "argmax", "best", "noise_at", "race"]
@@ -90,18 +91,6 @@ def _cut(size: int) -> int:
     return max(power_of_two(-(-size // CHUNKS)), 64)
 
 
-def _options(device: torch.device) -> dict[str, object]:
-    """Early starts where the GPU can; CUDA's own exp and log1p, as torch uses them, on a GPU."""
-    real = device.type == "cuda"
-    if real and torch.cuda.get_device_capability(device)[0] >= 9:
-        return {"LIB": real, "PDL": 2, "launch_pdl": True}
-    return {"LIB": real, "PDL": 0}
-
-
-def _last(options: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in options.items() if key != "LIB"}
-
-
 class Rows:
     """M rows of one call, and what the kernels leave for one another."""
 
@@ -114,7 +103,8 @@ class Rows:
         self.nodes = self.count // values.shape[0] if values.dim() > 1 else 1
         self.width = _cut(self.size)
         self.grid = (CHUNKS, self.count)
-        self.options = _options(values.device)
+        self.overlap = overlap(2 if supports_overlap(values.device) else 0)  # early starts where the GPU can
+        self.options = {"LIB": values.device.type == "cuda"} | self.overlap  # CUDA's own exp and log1p, as torch's
         self.warps = 4 if self.width <= 1024 else 8
         self.scores = self.new(CHUNKS)
         self.winners = self.new(CHUNKS, dtype=torch.int32)
@@ -125,7 +115,7 @@ class Rows:
     def pick(self, *, finite: bool = False, chunks: int = CHUNKS) -> Tensor:
         out = self.new(dtype=torch.int64)
         _winner_kernel[(self.count,)](
-            self.scores, self.winners, out, C=chunks, FINITE=finite, num_warps=1, **_last(self.options)
+            self.scores, self.winners, out, C=chunks, FINITE=finite, num_warps=1, **self.overlap
         )  # fmt: skip
         return out.view(self.values.shape[:-1])
 

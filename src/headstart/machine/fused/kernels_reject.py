@@ -193,16 +193,16 @@ def rejected(
     parts = r.new(3, chunks)
     accepted, scales = drawn.new(dtype=torch.int64), drawn.new()
     ok, low, high = drawn.new(dtype=torch.bool), drawn.new(dtype=torch.int32), drawn.new(dtype=torch.int32)
-    common = {"C": chunks, "enable_fp_fusion": False} | r.options
-    silent = {key: value for key, value in common.items() if key != "LIB"}
-    wide = {"B": max(power_of_two(nodes), 16)}
+    exact = {"C": chunks, "enable_fp_fusion": False}
+    common = exact | {"B": max(power_of_two(nodes), 16)} | r.overlap
     limits, block, seeds, base = (each.contiguous() for each in (limits, block, seeds, base))
-    _sums_kernel[(chunks, r.count)](p, q, tokens, block, parts, *draft, W=r.width, num_warps=r.warps, **wide, **silent)
+    _sums_kernel[(chunks, r.count)](p, q, tokens, block, parts, *draft, W=r.width, num_warps=r.warps, **common)
     _verdict_kernel[(rows,)](
         p, q, tokens, limits, block, seeds, base, parts, accepted, ok.view(torch.int8), scales, low, high, *draft,
-        TOLERANCE=_TOLERANCE, ACCEPT=ACCEPT, RESIDUAL=RESIDUAL, COUPLED=COUPLED, num_warps=4, **wide, **silent,
+        TOLERANCE=_TOLERANCE, ACCEPT=ACCEPT, RESIDUAL=RESIDUAL, COUPLED=COUPLED, num_warps=4, **common,
     )  # fmt: skip
     _draw_kernel[(chunks, rows)](
-        p, q, accepted, scales, low, high, drawn.scores, drawn.winners, *draft, W=r.width, num_warps=r.warps, **common
-    )
+        p, q, accepted, scales, low, high, drawn.scores, drawn.winners, *draft, W=r.width, num_warps=r.warps,
+        **exact, **r.options,
+    )  # fmt: skip
     return accepted, drawn.pick(chunks=chunks), ok

@@ -24,7 +24,7 @@ from triton.language.extra import libdevice
 from .kernels_blocks import wait
 from .kernels_race import CHUNKS, Rows, argmax, best, noise_at, race
 
-__all__ = ["argmax", "nucleus", "nucleus_race", "race"]
+__all__ = ["argmax", "nucleus", "race"]
 
 _TRIES = 32  # numbers tried in a round
 _ROUNDS = 6  # 32^6 = 2^30 > the bits of 1.0
@@ -54,17 +54,15 @@ def _knob(knob, m, nodes, USED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["nodes"])
 def _stats_kernel(
-    logits, temperature, peaks, places, sums, nodes, V, B: tl.constexpr, C: tl.constexpr, HEAT: tl.constexpr,
+    logits, temperature, peaks, sums, nodes, V, B: tl.constexpr, C: tl.constexpr, HEAT: tl.constexpr,
     COLD: tl.constexpr, LIB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's largest logit, where it stands, and the sum of its weights against that one."""
+    """Each chunk's largest logit, and the sum of its weights against that one."""
     chunk, m = tl.program_id(0), tl.program_id(1)
     v = chunk * B + tl.arange(0, B)
     wait(PDL)
     x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
-    # NaN counts as the largest, as in maths.argmax; its place is all that is asked of it.
-    peak, at = tl.max(tl.where(x == x, x, float("inf")), axis=0, return_indices=True)
-    tl.store(places + m * C + chunk, chunk * B + at)
+    peak = tl.max(tl.where(x == x, x, float("inf")), axis=0)  # NaN counts as the largest, as in maths.argmax
     tl.store(peaks + m * C + chunk, peak)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     weight = _weight(x, safe, _knob(temperature, m, nodes, HEAT), HEAT, COLD, LIB)
@@ -210,10 +208,9 @@ def _search_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "apart"])
 def _write_kernel(
-    logits, temperature, peaks, places, sums, greedy, top_k, state, mass, count, out, into, low_key, high_key, scores,
-    winners, nodes, apart, V, B: tl.constexpr, C: tl.constexpr, J: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr,
-    LIB: tl.constexpr, CUT: tl.constexpr, BY_COUNT: tl.constexpr, GREEDY: tl.constexpr, RACE: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, temperature, peaks, sums, top_k, state, mass, count, out, into, low_key, high_key, scores, winners, nodes,
+    apart, V, B: tl.constexpr, C: tl.constexpr, J: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr,
+    LIB: tl.constexpr, CUT: tl.constexpr, BY_COUNT: tl.constexpr, RACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The probabilities, to every ``apart``-th row. CUT: there was a search, whose last round was BY_COUNT or not."""
     chunk, m = tl.program_id(0), tl.program_id(1)
@@ -229,12 +226,6 @@ def _write_kernel(
     else:
         x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
         p = tl.div_rn(_weight(x, top, heat, HEAT, COLD, LIB), total)
-    if GREEDY:
-        c = tl.arange(0, C)
-        peak = tl.load(peaks + m * C + c, cache_modifier=".cg")
-        place = tl.load(places + m * C + c, cache_modifier=".cg")
-        first = tl.min(tl.where(peak == tl.max(peak, axis=0), place, V), axis=0)
-        p = tl.where(tl.load(greedy + m // nodes) != 0, (v == first).to(tl.float32), p)
     p = tl.where((total > 0.0) & (total < float("inf")), p, float("nan"))  # a broken row is broken everywhere
     tl.store(into + m.to(tl.int64) * apart * V + v, p, mask=v < V)
     if RACE:
@@ -247,64 +238,32 @@ def _write_kernel(
 
 def nucleus(
     logits: Tensor,
+    keys: tuple[Tensor, Tensor] | None = None,
     *,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
-    greedy: Tensor | None = None,
     cold: bool = False,
-) -> Tensor:
-    """The distribution each node's token is drawn from: logits float32 [R, N, V] or [R, V] -> the same shape.
-
-    temperature, top_p, min_p float32 [R] and top_k int [R] (huge: not used): None where no row uses it. greedy bool
-    [R]: all mass on the first largest logit. cold: some temperature is close to 0. A broken row is NaN.
-    """
-    return _distribution(logits, None, temperature, top_k, top_p, min_p, greedy, cold)[0]
-
-
-def nucleus_race(
-    logits: Tensor,
-    keys: tuple[Tensor, Tensor],
-    *,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    greedy: Tensor | None = None,
-    cold: bool = False,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``nucleus``, and a token of each by ``race``: keys two int32 of the shape of logits without V.
-
-    ``into`` float32 [R, V], rows a multiple of V apart: where the distributions of logits [R, V] go.
-    """
-    p, tokens = _distribution(logits, keys, temperature, top_k, top_p, min_p, greedy, cold, into)
-    assert tokens is not None
-    return p, tokens
-
-
-def _distribution(
-    logits: Tensor,
-    keys: tuple[Tensor, Tensor] | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    greedy: Tensor | None,
-    cold: bool,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """The distribution each node's token is drawn from: logits float32 [R, N, V] or [R, V] -> the same shape. With
+    ``keys`` (two int32 of that shape without V) also a token of each, by ``race``.
+
+    temperature, top_p, min_p float32 [R] and top_k int [R] (huge: not used): None where no row uses it. cold: some
+    temperature is close to 0. A broken row is NaN. ``into`` float32 [R, V], rows a multiple of V apart: where the
+    distributions of logits [R, V] go.
+    """
     r = Rows(logits)
     assert into is None or (into.shape == logits.shape and into.stride(-1) == 1 and into.stride(0) % r.size == 0)
-    peaks, sums, places = r.new(CHUNKS), r.new(CHUNKS), r.new(CHUNKS, dtype=torch.int32)
+    peaks, sums = r.new(CHUNKS), r.new(CHUNKS)
     heat = {"HEAT": temperature is not None, "COLD": cold and temperature is not None, "B": r.width, "C": CHUNKS}
     common = heat | {"num_warps": r.warps} | r.options
 
     def knob(value: Tensor | None) -> Tensor:
         return logits if value is None else value
 
-    _stats_kernel[r.grid](logits, knob(temperature), peaks, places, sums, r.nodes, r.size, **common)
+    _stats_kernel[r.grid](logits, knob(temperature), peaks, sums, r.nodes, r.size, **common)
     # Two sets of what a round leaves: it reads one and writes the other.
     sets = [
         (r.new(4, dtype=torch.int32), r.new(CHUNKS, _TRIES), r.new(CHUNKS, _TRIES, dtype=torch.int32)) for _ in range(2)
@@ -324,8 +283,8 @@ def _distribution(
     low, high = (logits, logits) if keys is None else (key.contiguous() for key in keys)
     place, apart = (out, 1) if into is None else (into, into.stride(0) // r.size)
     _write_kernel[r.grid](
-        logits, knob(temperature), peaks, places, sums, knob(greedy), knob(top_k), *sets[0], out, place,
-        low, high, r.scores, r.winners, r.nodes, apart, r.size, J=_TRIES, CUT=bool(rounds),
-        BY_COUNT=bool(rounds) and rounds[-1][0], GREEDY=greedy is not None, RACE=keys is not None, **common,
+        logits, knob(temperature), peaks, sums, knob(top_k), *sets[0], out, place, low, high, r.scores, r.winners,
+        r.nodes, apart, r.size, J=_TRIES, CUT=bool(rounds), BY_COUNT=bool(rounds) and rounds[-1][0],
+        RACE=keys is not None, **common,
     )  # fmt: skip
     return place, None if keys is None else r.pick()

@@ -15,6 +15,9 @@ depend on that, so sums of squares are made in float64, where squares of bfloat1
 Before it waits for its input a program asks the beginning of its weights into L2; shortly before its end it lets the
 next kernel start, whose programs then take the places of those that have ended. What other kernels wrote is not read
 through L1: with such early starts L1 may be older than L2.
+
+Each kernel is ``_stream`` with functions of its own: ROWS(tile, r, *rows) says which weight rows numbers r of a tile
+are, END(sums, tile, s, *end) what becomes of its sums.
 """
 
 from __future__ import annotations
@@ -22,7 +25,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_blocks import inputs, inverse_rms, multiply, pair, scale_rows, square_parts, store_heads, tile_of
+from .kernels_blocks import (
+    inputs,
+    inverse_rms,
+    multiply,
+    scale_rows,
+    square_parts,
+    store_product,
+    store_swiglu,
+    tile_of,
+    total,
+    zero,
+)
+from .kernels_heads import pair, places_of, store_heads, turns_of
 
 __all__ = ["matmul_kernel", "residual_kernel", "rotary_kernel", "swiglu_kernel"]
 
@@ -46,13 +61,15 @@ def _ask(w, row, K: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, BYTES:
 
 
 @triton.jit
-def _asker(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """[32 * WARPS] which of the ROWS rows each thread asks for."""
-    return tl.arange(0, 32 * WARPS) // (32 * WARPS // ROWS)
-
-
-@triton.jit
-def _begin(PDL: tl.constexpr):
+def _begin(
+    w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, HEIGHT: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    PDL: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first tiles' weights, and wait for what the kernel before writes."""
+    if ASK > 0:
+        asker = tl.arange(0, 32 * WARPS) // (32 * WARPS // HEIGHT)  # which of a tile's rows each thread asks for
+        for g in tl.static_range(G):
+            _ask(w, ROWS(first + g, asker, *rows), K, HEIGHT, BITS, ASK, WARPS)
     if PDL > 0:
         tl.extra.cuda.gdc_wait()
 
@@ -66,56 +83,64 @@ def _late(i, STEPS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _zero(KS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
-    if KS > 1:
-        acc = tl.zeros([KS, ROWS, BM], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, BM], tl.float32)
-    return acc
-
-
-@triton.jit
-def _step(low, high, w, s, row, k, acc, K: tl.constexpr, BK: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr):
-    tile, scale, minimum = tile_of(w, s, row, k, K, BK, KS, BITS)
-    return multiply(tile, scale, minimum, low, high, acc, KS, BITS)
-
-
-@triton.jit
-def _zeros(G: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
+def _zeros(G: tl.constexpr, KS: tl.constexpr, HEIGHT: tl.constexpr, BM: tl.constexpr):
     """One accumulator a tile."""
     accs = ()
     for _ in tl.static_range(G):
-        accs += (_zero(KS, ROWS, BM),)
+        accs += (zero(KS, HEIGHT, BM),)
     return accs
 
 
 @triton.jit
-def _total(acc, KS: tl.constexpr):
-    if KS > 1:
-        acc = tl.sum(acc, axis=0)
-    return acc
+def _ended(accs, tile, s, end, END: tl.constexpr, G: tl.constexpr, KS: tl.constexpr):
+    """What becomes of the sums of G tiles."""
+    for g in tl.static_range(G):
+        END(total(accs[g], KS), tile + g, s, *end)
 
 
 @triton.jit
-def _halves(acc, HB: tl.constexpr, BM: tl.constexpr):
-    """[2 * HB, BM] -> two of [HB, BM]."""
-    return tl.split(tl.permute(tl.reshape(acc, [2, HB, BM]), (1, 2, 0)))
+def _stream(
+    x, w, s, m, M, first, rows, ROWS: tl.constexpr, end, END: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    HEIGHT: tl.constexpr, BM: tl.constexpr, KS: tl.constexpr, BITS: tl.constexpr, PER: tl.constexpr, G: tl.constexpr,
+    PDL: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """The program's tiles of HEIGHT weight rows, from number ``first`` on, times x."""
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    r = tl.arange(0, HEIGHT)
+    accs = _zeros(G, KS, HEIGHT, BM)
+    for i in tl.range(0, PER * STEPS):
+        _late(i, PER * STEPS, LATE, PDL)
+        tile = first + i // STEPS * G
+        k = i % STEPS * BK
+        low, high = inputs(x, m, M, k, K, BK, KS, BITS)
+        sums = ()
+        for g in tl.static_range(G):
+            weights, scale, minimum = tile_of(w, s, ROWS(tile + g, r, *rows), k, K, BK, KS, BITS)
+            sums += (multiply(weights, scale, minimum, low, high, accs[g], KS, BITS),)
+        accs = sums
+        if PER > 1:  # noqa: SIM102 - one is known when compiling, the other is not
+            if i % STEPS == STEPS - 1:
+                _ended(accs, tile, s, end, END, G, KS)
+                accs = _zeros(G, KS, HEIGHT, BM)
+    if PER == 1:
+        _ended(accs, first, s, end, END, G, KS)
 
 
 @triton.jit
-def _matmul_rows(tile, N, HB: tl.constexpr):
-    return tl.minimum(tile * HB + tl.arange(0, HB), N - 1)
+def _scale(squares, m, M, eps, K: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr):
+    return inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
+
+
+@triton.jit
+def _matmul_rows(tile, r, N, HB: tl.constexpr):
+    return tl.minimum(tile * HB + r, N - 1)
 
 
 @triton.jit
 def _matmul_end(acc, tile, s, bias, out, scale, m, M, N, HB: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr):
     n = tile * HB + tl.arange(0, HB)
     row = tl.minimum(n, N - 1)
-    value = scale_rows(acc, s, row, BITS) * scale
-    if BIAS:
-        value = value + tl.load(bias + row).to(tl.float32)[:, None]
-    mask = (n < N)[:, None] & (m < M)[None, :]
-    tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], value.to(out.dtype.element_ty), mask=mask)
+    store_product(scale_rows(acc, s, row, BITS) * scale, n, row, m, M, N, bias, out, BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -126,34 +151,13 @@ def matmul_kernel(
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul``."""
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    first = tl.program_id(0) * (PER * G)
-    m = tl.arange(0, BM)
-    if ASK > 0:
-        for g in tl.static_range(G):
-            _ask(w, tl.minimum((first + g) * HB + _asker(HB, WARPS), N - 1), K, HB, BITS, ASK, WARPS)
-    _begin(PDL)
+    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (N, HB)
+    _begin(w, first, rows, _matmul_rows, K, HB, BITS, G, PDL, ASK, WARPS)
     scale = 1.0
     if NORM:
-        scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
-    accs = _zeros(G, KS, HB, BM)
-    for i in tl.range(0, PER * STEPS):
-        _late(i, PER * STEPS, LATE, PDL)
-        tile = first + i // STEPS * G
-        k = i % STEPS * BK
-        low, high = inputs(x, m, M, k, K, BK, KS, BITS)
-        sums = ()
-        for g in tl.static_range(G):
-            sums += (_step(low, high, w, s, _matmul_rows(tile + g, N, HB), k, accs[g], K, BK, KS, BITS),)
-        accs = sums
-        if PER > 1:  # noqa: SIM102 - one is known when compiling, the other is not
-            if i % STEPS == STEPS - 1:
-                for g in tl.static_range(G):
-                    _matmul_end(_total(accs[g], KS), tile + g, s, bias, out, scale, m, M, N, HB, BITS, BIAS)
-                accs = _zeros(G, KS, HB, BM)
-    if PER == 1:
-        for g in tl.static_range(G):
-            _matmul_end(_total(accs[g], KS), first + g, s, bias, out, scale, m, M, N, HB, BITS, BIAS)
+        scale = _scale(squares, m, M, eps, K, PARTS, PARTS_2)
+    end = (bias, out, scale, m, M, N, HB, BITS, BIAS)
+    _stream(x, w, s, m, M, first, rows, _matmul_rows, end, _matmul_end, K, BK, HB, BM, KS, BITS, PER, G, PDL, LATE)
 
 
 @triton.jit
@@ -185,51 +189,28 @@ def residual_kernel(
     G: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_residual``."""
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    first = tl.program_id(0) * (PER * G)
-    m = tl.arange(0, BM)
-    if ASK > 0:
-        for g in tl.static_range(G):
-            _ask(w, tl.minimum((first + g) * HB + _asker(HB, WARPS), N - 1), K, HB, BITS, ASK, WARPS)
-    _begin(PDL)
-    accs = _zeros(G, KS, HB, BM)
-    for i in tl.range(0, PER * STEPS):
-        _late(i, PER * STEPS, LATE, PDL)
-        tile = first + i // STEPS * G
-        k = i % STEPS * BK
-        low, high = inputs(x, m, M, k, K, BK, KS, BITS)
-        sums = ()
-        for g in tl.static_range(G):
-            sums += (_step(low, high, w, s, _matmul_rows(tile + g, N, HB), k, accs[g], K, BK, KS, BITS),)
-        accs = sums
-        if PER > 1:  # noqa: SIM102 - one is known when compiling, the other is not
-            if i % STEPS == STEPS - 1:
-                for g in tl.static_range(G):
-                    acc = _total(accs[g], KS)
-                    _residual_end(
-                        acc, tile + g, s, bias, residual, gain, scaled, squares, m, M, N, PARTS, HB, BITS, BIAS
-                    )
-                accs = _zeros(G, KS, HB, BM)
-    if PER == 1:
-        for g in tl.static_range(G):
-            acc = _total(accs[g], KS)
-            _residual_end(acc, first + g, s, bias, residual, gain, scaled, squares, m, M, N, PARTS, HB, BITS, BIAS)
+    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (N, HB)
+    _begin(w, first, rows, _matmul_rows, K, HB, BITS, G, PDL, ASK, WARPS)
+    end = (bias, residual, gain, scaled, squares, m, M, N, PARTS, HB, BITS, BIAS)
+    _stream(x, w, s, m, M, first, rows, _matmul_rows, end, _residual_end, K, BK, HB, BM, KS, BITS, PER, G, PDL, LATE)
 
 
 @triton.jit
-def _swiglu_rows(tile, F, HB: tl.constexpr):
-    r = tl.arange(0, 2 * HB)
+def _halves(acc, HB: tl.constexpr, BM: tl.constexpr):
+    """[2 * HB, BM] -> two of [HB, BM]."""
+    return tl.split(tl.permute(tl.reshape(acc, [2, HB, BM]), (1, 2, 0)))
+
+
+@triton.jit
+def _swiglu_rows(tile, r, F, HB: tl.constexpr):
     return tl.minimum(tile * HB + tl.where(r < HB, r, F + r - HB), 2 * F - 1)
 
 
 @triton.jit
 def _swiglu_end(acc, tile, s, out, scale, m, M, F, HB: tl.constexpr, BM: tl.constexpr, BITS: tl.constexpr):
-    gate, up = _halves(scale_rows(acc, s, _swiglu_rows(tile, F, HB), BITS), HB, BM)
-    gate = gate * scale
-    value = gate / (1.0 + tl.exp(-gate)) * (up * scale)
-    n = tile * HB + tl.arange(0, HB)
-    mask = (n < F)[:, None] & (m < M)[None, :]
-    tl.store(out + m[None, :] * F + n[:, None], value.to(out.dtype.element_ty), mask=mask)
+    row = _swiglu_rows(tile, tl.arange(0, 2 * HB), F, HB)
+    gate, up = _halves(scale_rows(acc, s, row, BITS), HB, BM)
+    store_swiglu(gate, up, scale, tile * HB + tl.arange(0, HB), m, M, F, out)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -239,43 +220,26 @@ def swiglu_kernel(
     PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_swiglu``."""
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    first = tl.program_id(0) * (PER * G)
-    m = tl.arange(0, BM)
-    if ASK > 0:
-        a = _asker(2 * HB, WARPS)
-        for g in tl.static_range(G):
-            ask = tl.minimum((first + g) * HB + tl.where(a < HB, a, F + a - HB), 2 * F - 1)
-            _ask(w, ask, K, 2 * HB, BITS, ASK, WARPS)
-    _begin(PDL)
-    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
-    accs = _zeros(G, KS, 2 * HB, BM)
-    for i in tl.range(0, PER * STEPS):
-        _late(i, PER * STEPS, LATE, PDL)
-        tile = first + i // STEPS * G
-        k = i % STEPS * BK
-        low, high = inputs(x, m, M, k, K, BK, KS, BITS)
-        sums = ()
-        for g in tl.static_range(G):
-            sums += (_step(low, high, w, s, _swiglu_rows(tile + g, F, HB), k, accs[g], K, BK, KS, BITS),)
-        accs = sums
-        if PER > 1:  # noqa: SIM102 - one is known when compiling, the other is not
-            if i % STEPS == STEPS - 1:
-                for g in tl.static_range(G):
-                    _swiglu_end(_total(accs[g], KS), tile + g, s, out, scale, m, M, F, HB, BM, BITS)
-                accs = _zeros(G, KS, 2 * HB, BM)
-    if PER == 1:
-        for g in tl.static_range(G):
-            _swiglu_end(_total(accs[g], KS), first + g, s, out, scale, m, M, F, HB, BM, BITS)
+    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (F, HB)
+    _begin(w, first, rows, _swiglu_rows, K, 2 * HB, BITS, G, PDL, ASK, WARPS)
+    end = (out, _scale(squares, m, M, eps, K, PARTS, PARTS_2), m, M, F, HB, BM, BITS)
+    _stream(x, w, s, m, M, first, rows, _swiglu_rows, end, _swiglu_end, K, BK, 2 * HB, BM, KS, BITS, PER, G, PDL, LATE)
 
 
 @triton.jit
-def _rotary_rows(tile, HB: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr):
-    """[2 * HB] the weight rows of HB pairs of channels of one head."""
+def _rotary_tile(tile, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HB: tl.constexpr):
+    """Its head, and the first of its channel pairs. Past the end: the last tile again, which writes the same."""
     IN: tl.constexpr = D // 2 // HB  # tiles of a head
-    r = tl.arange(0, 2 * HB)
-    a, b = pair(tile % IN * HB + r % HB, TURN, D // 2)
-    return tile // IN * D + tl.where(r < HB, a, b)
+    tile = tl.minimum(tile, (HEADS + 2 * KV) * IN - 1)
+    return tile // IN, tile % IN * HB
+
+
+@triton.jit
+def _rotary_rows(tile, r, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, HB: tl.constexpr):
+    """The weight rows of HB pairs of channels of one head."""
+    head, i = _rotary_tile(tile, HEADS, KV, D, HB)
+    a, b = pair(i + r % HB, TURN, D // 2)
+    return head * D + tl.where(r < HB, a, b)
 
 
 @triton.jit
@@ -285,19 +249,16 @@ def _rotary_end(
     BITS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
-    IN: tl.constexpr = HALF // HB
-    head = tile // IN
-    a, b = _halves(scale_rows(acc, s, _rotary_rows(tile, HB, D, TURN), BITS), HB, BM)
+    row = _rotary_rows(tile, tl.arange(0, 2 * HB), HEADS, KV, D, TURN, HB)
+    a, b = _halves(scale_rows(acc, s, row, BITS), HB, BM)
     a, b = a * scale, b * scale
-    i = tile % IN * HB + tl.arange(0, HB)
+    head, i = _rotary_tile(tile, HEADS, KV, D, HB)
+    i = i + tl.arange(0, HB)
     ca, cb = pair(i, TURN, HALF)
     if BIAS:
         a += tl.load(bias + head * D + ca).to(tl.float32)[:, None]
         b += tl.load(bias + head * D + cb).to(tl.float32)[:, None]
-    turns = (live & (head < HEADS + KV))[None, :]  # values do not turn
-    turn = position[None, :] * HALF + i[:, None]
-    c = tl.load(cos + turn, mask=turns, other=1.0)
-    sn = tl.load(sin + turn, mask=turns, other=0.0)
+    c, sn = turns_of(cos, sin, position, i, live & (head < HEADS + KV), HALF)  # values do not turn
     a, b = a * c - b * sn, b * c + a * sn
     store_heads(a, b, head, ca, cb, m, live, slot, width, query, keys, values, capacity, HEADS, KV, D)
 
@@ -311,50 +272,13 @@ def rotary_kernel(
     ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_rotary``."""
-    HALF: tl.constexpr = D // 2
-    IN: tl.constexpr = HALF // HB  # tiles of a head
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    LAST: tl.constexpr = (HEADS + 2 * KV) * IN - 1  # past the end: the last tile again, which writes the same
-    first = tl.program_id(0) * (PER * G)
-    m = tl.arange(0, BM)
+    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (HEADS, KV, D, TURN, HB)
     live = m < M
-    if ASK > 0:
-        asker = _asker(2 * HB, WARPS)
-        for g in tl.static_range(G):
-            asked = tl.minimum(first + g, LAST)
-            ask_a, ask_b = pair(asked % IN * HB + asker % HB, TURN, HALF)
-            _ask(w, asked // IN * D + tl.where(asker < HB, ask_a, ask_b), K, 2 * HB, BITS, ASK, WARPS)
-    _begin(PDL)
-    length = tl.load(lengths + m // width, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
-    slot = length + m % width
-    if TREE:
-        position = length + tl.load(depths + m, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
-    else:
-        position = slot
-    position = tl.minimum(position, capacity - 1)  # the table ends where the cache does
-    scale = inverse_rms(square_parts(squares, m, M, PARTS, PARTS_2).to(tl.float64), eps, K)
-    accs = _zeros(G, KS, 2 * HB, BM)
-    for t in tl.range(0, PER * STEPS):
-        _late(t, PER * STEPS, LATE, PDL)
-        tile = first + t // STEPS * G
-        k = t % STEPS * BK
-        low, high = inputs(x, m, M, k, K, BK, KS, BITS)
-        sums = ()
-        for g in tl.static_range(G):
-            row = _rotary_rows(tl.minimum(tile + g, LAST), HB, D, TURN)
-            sums += (_step(low, high, w, s, row, k, accs[g], K, BK, KS, BITS),)
-        accs = sums
-        if PER > 1:  # noqa: SIM102 - one is known when compiling, the other is not
-            if t % STEPS == STEPS - 1:
-                for g in tl.static_range(G):
-                    _rotary_end(
-                        _total(accs[g], KS), tl.minimum(tile + g, LAST), s, bias, query, keys, values, cos, sin, scale,
-                        position, slot, m, live, width, capacity, HEADS, KV, D, TURN, HB, BM, BITS, BIAS,
-                    )  # fmt: skip
-                accs = _zeros(G, KS, 2 * HB, BM)
-    if PER == 1:
-        for g in tl.static_range(G):
-            _rotary_end(
-                _total(accs[g], KS), tl.minimum(first + g, LAST), s, bias, query, keys, values, cos, sin, scale,
-                position, slot, m, live, width, capacity, HEADS, KV, D, TURN, HB, BM, BITS, BIAS,
-            )  # fmt: skip
+    _begin(w, first, rows, _rotary_rows, K, 2 * HB, BITS, G, PDL, ASK, WARPS)
+    slot, position = places_of(lengths, depths, m, live, width, capacity, TREE)
+    scale = _scale(squares, m, M, eps, K, PARTS, PARTS_2)
+    end = (
+        bias, query, keys, values, cos, sin, scale, position, slot, m, live, width, capacity, HEADS, KV, D, TURN, HB,
+        BM, BITS, BIAS,
+    )  # fmt: skip
+    _stream(x, w, s, m, M, first, rows, _rotary_rows, end, _rotary_end, K, BK, 2 * HB, BM, KS, BITS, PER, G, PDL, LATE)

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Repeats", "launch"]
+__all__ = ["Repeats", "launch", "overlap", "supports_overlap"]
 
 
 class _Note(NamedTuple):
@@ -38,6 +39,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if _notes.taken is not None:
         rest = [options[name] for name in getattr(kernel, "arg_names", ())[len(args) :]]
         _notes.taken.append(_Note(compiled, grid, [*args, *rest]))
+
+
+def supports_overlap(device: torch.device) -> bool:
+    """Whether the GPU can start a kernel before the one in front of it ends."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def overlap(pdl: int) -> dict[str, object]:
+    """A launch's options that say when the next kernel may start: see ``kernels_blocks.wait``."""
+    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
 
 
 class Repeats:

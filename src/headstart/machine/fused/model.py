@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .kernels_attention import attend, attend_tiles
 from .kernels_draft import attend_alone, join_residual
-from .kernels_matmul import matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows, supports_overlap
+from .kernels_heads import Heads
+from .kernels_matmul import Residual, matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows
 from .kernels_pointwise import embed, norm, remember, rotate, swiglu
-from .launching import Repeats
+from .launching import Repeats, supports_overlap
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
 from .products import Products
@@ -75,10 +76,6 @@ class _Step:
     def places(self) -> slice:
         """The rows of the cache that ``lengths`` speaks of."""
         return slice(self.first, self.first + self.rows) if self.packed is None else slice(None)
-
-    @property
-    def depths(self) -> Tensor | None:
-        return None if self.tree is None else self.tree.depths
 
 
 class _Places(NamedTuple):
@@ -239,38 +236,29 @@ class FusedModel:
     ) -> None:
         """One layer, launches only (see ``Repeats``). ``gain``: the next norm's; ``squares``: of the layer's input."""
         w, pdl, tiles = self.weights, self.overlap, self._tiles_for(step.count)
-        self._queries(at.scaled, squares, layer, at.query, cache, step)
+        heads = self._heads(at.query, cache, step)
+        self._queries(at.scaled, squares, layer, heads)
+        after = Residual(at.x, layer.post_norm, at.scaled, at.after_o)
         if at.alone is not None and layer.window is None:
             attend_alone(at.query, cache, at.alone, step.lengths, scale=w.head_dim**-0.5, chunk=ALONE_CHUNK, pdl=pdl)
-            join_residual(
-                at.alone, step.lengths, layer.o, at.x, layer.post_norm, at.scaled, tiles["o"], bias=layer.o_bias,
-                squares=at.after_o, chunk=ALONE_CHUNK, pdl=pdl,
-            )  # fmt: skip
+            chunk = ALONE_CHUNK
+            join_residual(at.alone, step.lengths, layer.o, after, tiles["o"], bias=layer.o_bias, chunk=chunk, pdl=pdl)
         else:
-            self._attend(at.query, cache, at.attended, layer, step, pdl)
-            matmul_residual(
-                at.attended.view(step.count, -1), layer.o, at.x, layer.post_norm, at.scaled, tiles["o"],
-                bias=layer.o_bias, squares=at.after_o, pdl=pdl,
-            )  # fmt: skip
+            self._attend(heads, at.attended, layer, step, pdl)
+            attended = at.attended.view(step.count, -1)
+            matmul_residual(attended, layer.o, after, tiles["o"], bias=layer.o_bias, pdl=pdl)
         matmul_swiglu(at.scaled, layer.gate_up, at.hidden, tiles["gate_up"], squares=at.after_o, eps=w.eps, pdl=pdl)
-        matmul_residual(
-            at.hidden, layer.down, at.x, gain, at.scaled, tiles["down"], bias=None, squares=at.after_down, pdl=pdl
-        )
+        after = Residual(at.x, gain, at.scaled, at.after_down)
+        matmul_residual(at.hidden, layer.down, after, tiles["down"], bias=None, pdl=pdl)
 
-    def _queries(
-        self, scaled: Tensor, squares: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step
-    ) -> None:
-        """Queries to ``query``, keys and values into the cache."""
-        w, t, pdl = self.weights, self._tiles_for(step.count)["qkv"], self.overlap
+    def _queries(self, scaled: Tensor, squares: Tensor, layer: Layer, to: Heads) -> None:
+        w, t, pdl = self.weights, self._tiles_for(len(scaled))["qkv"], self.overlap
         if layer.q_norm is None or layer.k_norm is None:
-            matmul_rotary(
-                scaled, layer.qkv, query, cache, self.rotary, step.lengths, step.depths, t, bias=layer.qkv_bias,
-                squares=squares, eps=w.eps, width=step.width, pdl=pdl,
-            )  # fmt: skip
+            matmul_rotary(scaled, layer.qkv, to, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=pdl)
             return
-        qkv = self._new(step.count, layer.qkv.shape[0])
+        qkv = self._new(len(scaled), layer.qkv.shape[0])
         matmul(scaled, layer.qkv, qkv, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=pdl)
-        self._rotate(qkv, layer, query, cache, step, pdl)
+        self._rotate(qkv, layer, to, pdl)
 
     # -- more tokens ------------------------------------------------------------------------------------------
 
@@ -288,7 +276,7 @@ class FusedModel:
             first = partial(norm, x, add if i else None, layer.input_norm, normed, eps=w.eps, pdl=pdl)
             repeats.do(("norm", i > 0), first, (layer.input_norm,))
             linear(normed, layer.qkv, qkv, layer.qkv_bias)
-            heads = partial(self._heads, qkv, query, attended, layer, cache, step, pdl)
+            heads = partial(self._turn_and_attend, qkv, self._heads(query, cache, step), attended, layer, step, pdl)
             repeats.do(layer.kind, heads, (*cache, *layer.head_norms))
             linear(flat, layer.o, add, layer.o_bias)
             second = partial(norm, x, add, layer.post_norm, normed, eps=w.eps, pdl=pdl)
@@ -300,12 +288,10 @@ class FusedModel:
                 self._remember(i, x + add, step)
         return self._last_logits(x.add_(add), step, keep)
 
-    def _heads(
-        self, qkv: Tensor, query: Tensor, out: Tensor, layer: Layer, cache: tuple[Tensor, Tensor], step: _Step, pdl: int
-    ) -> None:
+    def _turn_and_attend(self, qkv: Tensor, heads: Heads, out: Tensor, layer: Layer, step: _Step, pdl: int) -> None:
         """From one product to the next, launches only (see ``Repeats``)."""
-        self._rotate(qkv, layer, query, cache, step, pdl)
-        self._attend(query, cache, out, layer, step, self.overlap)  # the kernel that decoding has
+        self._rotate(qkv, layer, heads, pdl)
+        self._attend(heads, out, layer, step, self.overlap)  # the kernel that decoding has
 
     def _remember(self, index: int, x: Tensor, step: _Step) -> None:
         """Store the layer's output x [R * N, H] where a head reads it, if one does."""
@@ -316,27 +302,22 @@ class FusedModel:
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
-    def _rotate(
-        self, qkv: Tensor, layer: Layer, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step, pdl: int
-    ) -> None:
-        gains = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        rotate(
-            qkv, gains, query, cache, self.rotary, step.lengths, step.depths, width=step.width, eps=self.weights.eps,
-            pdl=pdl,
-        )  # fmt: skip
+    def _heads(self, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step) -> Heads:
+        depths = None if step.tree is None else step.tree.depths
+        return Heads(query, cache, self.rotary, step.lengths, depths, step.width)
 
-    def _attend(
-        self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, layer: Layer, step: _Step, pdl: int
-    ) -> None:
+    def _rotate(self, qkv: Tensor, layer: Layer, to: Heads, pdl: int) -> None:
+        gains = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        rotate(qkv, gains, to, eps=self.weights.eps, pdl=pdl)
+
+    def _attend(self, of: Heads, out: Tensor, layer: Layer, step: _Step, pdl: int) -> None:
+        window, scale, t = layer.window, self.weights.head_dim**-0.5, self.attention
         if step.packed is not None:
-            scale = self.weights.head_dim**-0.5
-            attend_tiles(
-                query, cache, out, step.packed.tiles, window=layer.window, scale=scale, t=self.attention, pdl=pdl
-            )
+            attend_tiles(of.query, of.cache, out, step.packed.tiles, window=window, scale=scale, t=t, pdl=pdl)
             return
         attend(
-            query, cache, out, step.lengths, step.tree, width=step.width, window=layer.window,
-            scale=self.weights.head_dim**-0.5, t=self.attention, bound=step.bound, work=step.work, pdl=pdl,
+            of.query, of.cache, out, of.lengths, step.tree, width=of.width, window=window, scale=scale, t=t,
+            bound=step.bound, work=step.work, pdl=pdl,
         )  # fmt: skip
 
     def _last_logits(self, x: Tensor, step: _Step, keep: int) -> Tensor:

@@ -57,28 +57,18 @@ class FusedRunner(EagerRunner):
         self.fused = FusedModel(weights, cache, draft=draft)
 
     def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
-        width = len(layers) * self.fused.weights.hidden
-        features = self.slab.add_features(
-            torch.empty(1, 1, 1, width, device=self.device, dtype=self.fused.weights.dtype)
-        )
-        self.fused.keep_features(layers, features[:, 0])
+        weights = self.fused.weights
+        like = torch.empty(1, 1, 1, len(layers) * weights.hidden, device=self.device, dtype=weights.dtype)
+        self.fused.keep_features(layers, self.slab.add_features(like)[:, 0])
 
-    @torch.inference_mode()
-    def forward(
-        self,
-        rows: slice,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        topology: Topology | None = None,
-        keep: int | None = None,
+    def _forward(
+        self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
-        """See ``ModelRunner.forward``."""
-        tree = topology.ancestors if topology is not None and not topology.is_chain else None
         longest = max(lengths) + tokens.shape[1]
         return self.fused.forward(
             tokens.contiguous(),
             torch.tensor(lengths, device=self.device),
-            tree,
+            None if tree is None else tree.ancestors,
             keep,
             first_row=rows.start,
             bound=-(-longest // _CHUNK) * _CHUNK,

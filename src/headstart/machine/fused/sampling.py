@@ -5,8 +5,6 @@ Knows: which tensors the kernels take, and what does the rest. Does not know: wh
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -36,22 +34,21 @@ def _race(p: Tensor, words: noise.Keys) -> Tensor:
     return kernels_sampling.race(p.contiguous(), words) if p.dtype == torch.float32 else noise.race(p, words)
 
 
-def _knobs(warp: Warp) -> dict[str, Any]:
-    return {
-        "temperature": warp.temperature,
-        "top_k": warp.top_k,
-        "top_p": warp.top_p,
-        "min_p": warp.min_p,
-        "cold": warp.cold,
-    }
+def _nucleus(x: Tensor, warp: Warp, words: noise.Keys | None, into: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return kernels_sampling.nucleus(
+        x.contiguous(), words, into=into, temperature=warp.temperature, top_k=warp.top_k, top_p=warp.top_p,
+        min_p=warp.min_p, cold=warp.cold,
+    )  # fmt: skip
 
 
 def _sampled(x: Tensor, warp: Warp) -> Tensor:
-    return kernels_sampling.nucleus(x.contiguous(), **_knobs(warp))
+    return _nucleus(x, warp, None, None)[0]
 
 
 def _drawn(x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return kernels_sampling.nucleus_race(x.contiguous(), words, into=into, **_knobs(warp))
+    p, tokens = _nucleus(x, warp, words, into)
+    assert tokens is not None
+    return p, tokens
 
 
 INNER = Inner(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn, rejected=rejected)

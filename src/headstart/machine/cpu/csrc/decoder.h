@@ -1,5 +1,6 @@
 // The records that Python fills in (see library.py, which mirrors them field by field) and the room a forward needs.
 #pragma once
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -48,7 +49,7 @@ struct Piece {  // what a call has of one row: consecutive tokens of the call
     int row, length, first, width;
 };
 struct Place {  // of a token
-    int row, slot, position;
+    int row, slot, position;  // past the rotation table's end its last is meant
 };
 struct Span {  // tokens first .. last - 1 of a piece: they go through attention together
     int piece, first, last;
@@ -98,6 +99,13 @@ struct Room {  // of one model; kept between forwards
     std::vector<Span> spans;
 };
 
+// x [width] scaled by this has unit size.
+HS_INLINE vf unit_scale(const float* x, float eps, int width) {
+    vf squares = splat(0.0f);
+    for (int i = 0; i < width; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    return splat(1.0f / std::sqrt(sum(squares) / (float)width + eps));
+}
+
 // x [tokens, width], scaled to unit size and by ``weight``, rounded. ``which``: numbers of the tokens, or null for all.
 void norm_token(const float* x, const float* weight, float eps, int width, const Inputs& to, int token);
 
@@ -111,5 +119,113 @@ struct Sight {
     int window;
 };
 void attend(const Model& m, const Sight& s, int head, int heads, const float* queries, const Inputs& to, Own& own);
+
+// -- what threads share out, and do alike for a decoder and for a draft head
+
+// n rows of inputs: up to FEW are prepared by every thread for itself, which saves a barrier; more by all together.
+constexpr int FEW = 16;
+template <typename Make>
+Inputs prepare(Pool& pool, int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) {
+    if (n <= FEW) {
+        const Inputs to = own.need(FEW, width);
+        for (int t = 0; t < n; t++) make(to, t);
+        return to;
+    }
+    for (int t; (t = turn.take()) < n;) make(common, t);
+    pool.meet();
+    return common;
+}
+
+// Calls work(first, count) for n tokens, MOST_TOKENS at a time.
+template <typename Work> HS_INLINE void by_tokens(int n, Work work) {
+    for (int t = 0; t < n; t += MOST_TOKENS) work(t, n - t < MOST_TOKENS ? n - t : MOST_TOKENS);
+}
+
+// A matrix times n tokens, ``wide`` tiles (1 .. 4) at a time; done(tile, token, 16 numbers).
+template <typename Done>
+void shared_product(const Matrix& m, const Inputs& in, int n, int wide, Share& turn, Done done) {
+    const int tiles = m.tiles();
+    vf found[MOST_TILES * MOST_TOKENS];
+    for (int item; (item = turn.take() * wide) < tiles;) {
+        const int count = tiles - item < wide ? tiles - item : wide;
+        by_tokens(n, [&](int t, int some) {
+            tiles_product(m, item, count, in.from(t), some, found);
+            for (int i = 0; i < count; i++)
+                for (int j = 0; j < some; j++) done(item + i, t + j, found[i * some + j]);
+        });
+    }
+}
+
+// The 16 numbers of a tile to their place in a row of ``outputs``, which may end before them.
+HS_INLINE void store_tile(float* row, int outputs, int tile, vf v) {
+    const int at = tile * LANES, some = outputs - at;
+    memcpy(row + at, &v, sizeof(float) * (some < LANES ? some : LANES));
+}
+
+// One head of queries, keys or values of n tokens; placed(token, its tiles, how far these are apart).
+template <typename Placed>
+void head_product(const Matrix& qkv, int head, int dim, const Inputs& in, int n, Placed placed) {
+    const int tiles = dim / LANES;
+    vf found[16 * MOST_TOKENS];
+    by_tokens(n, [&](int t, int some) {
+        for (int i = 0; i < tiles; i += MOST_TILES)
+            tiles_product(qkv, head * tiles + i, tiles - i < MOST_TILES ? tiles - i : MOST_TILES, in.from(t), some,
+                          found + i * some);
+        for (int j = 0; j < some; j++) placed(t + j, found + j, some);
+    });
+}
+
+// What a token's heads meet on their way.
+struct Way {
+    const float *q_norm, *k_norm;  // [head_dim] or null
+    float* query;                  // [heads, head_dim]
+    uint16_t *keys, *values;       // of the cache
+};
+
+// A token's head: norm, rotation, and to where it belongs. M: a Model, or whatever else has its fields.
+template <typename M>
+__attribute__((noinline)) void place_head(const M& m, int head, const Place& at, const Way& to, const vf* found,
+                                          int stride) {
+    const int dim = m.head_dim, tiles = dim / LANES, half = tiles / 2;
+    vf v[16];
+    for (int i = 0; i < tiles; i++) v[i] = found[i * stride];
+    const bool query = head < m.heads, key = !query && head < m.heads + m.kv_heads;
+    const float* weight = query ? to.q_norm : key ? to.k_norm : nullptr;
+    if (weight) {
+        vf squares = splat(0.0f);
+        for (int i = 0; i < tiles; i++) squares = fma(v[i], v[i], squares);
+        const vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)dim + m.eps));
+        for (int i = 0; i < tiles; i++) v[i] = v[i] * scale * load(weight + i * LANES);
+    }
+    if (query || key) {
+        const size_t turn = (size_t)(at.position < m.positions ? at.position : m.positions - 1) * (dim / 2);
+        for (int i = 0; i < half; i++) {
+            const vf c = load(m.cosines + turn + i * LANES), s = load(m.sines + turn + i * LANES);
+            const vf a = v[i], b = v[i + half];
+            v[i] = a * c - b * s;
+            v[i + half] = b * c + a * s;
+        }
+    }
+    if (query) {
+        const vf scale = splat(1.0f / std::sqrt((float)dim));
+        for (int i = 0; i < tiles; i++) store(to.query + head * dim + i * LANES, v[i] * scale);
+        return;
+    }
+    const int own = key ? head - m.heads : head - m.heads - m.kv_heads;
+    uint16_t* cache = (key ? to.keys : to.values) + (size_t)at.row * m.row_stride + (size_t)own * m.head_stride +
+                      (size_t)at.slot * dim;
+    for (int i = 0; i < tiles; i++) store_half(cache + i * LANES, v[i]);
+}
+
+// 32 numbers of silu(gate) * up for n tokens, rounded.
+HS_INLINE void swiglu(const Matrix& gate_up, int item, const Inputs& in, int n, const Inputs& to) {
+    vf found[4 * MOST_TOKENS];
+    by_tokens(n, [&](int t, int some) {
+        tiles_product(gate_up, item * 4, 4, in.from(t), some, found);
+        for (int j = 0; j < some; j++)
+            round_group(to, t + j, item, silu(found[j]) * found[2 * some + j],
+                        silu(found[some + j]) * found[3 * some + j]);
+    });
+}
 
 }  // namespace hs

@@ -7,13 +7,7 @@
 // and then goes on from the last of them on its own output. Numbers are the same whatever else is in the batch.
 #include "head.h"
 
-#include <cmath>
-
-HS_API void hs_unpack_row(const hs::Matrix* m, int output, float* to);
-
 namespace hs {
-
-constexpr int FEW_SLOTS = 16;  // up to so many every thread prepares its own inputs, which saves a barrier
 
 namespace {
 
@@ -35,35 +29,14 @@ struct Steps {
     int32_t* stop;      // 1: all chains ended
     Inputs features, words, normed, attended, gated, ready;
 
-    int position(int slot) const { return slot < h.positions ? slot : h.positions - 1; }
-
-    // Prepare n rows of inputs: by every thread for itself if they are few, together otherwise.
     template <typename Make>
     Inputs prepare(int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) const {
-        if (n <= FEW_SLOTS) {
-            const Inputs to = own.need(FEW_SLOTS, width);
-            for (int t = 0; t < n; t++) make(to, t);
-            return to;
-        }
-        for (int t; (t = turn.take()) < n;) make(common, t);
-        pool.meet();
-        return common;
+        return hs::prepare(pool, n, width, common, own, turn, make);
     }
 
-    // Product with n rows; done(tile, row, 16 numbers).
     template <typename Done>
     void product(const Matrix& m, const Inputs& in, int n, Share& turn, Done done) const {
-        const int tiles = m.tiles(), wide = tiles >= 8 * MOST_TILES ? MOST_TILES : 2;
-        vf found[MOST_TILES * MOST_TOKENS];
-        for (int item; (item = turn.take() * wide) < tiles;) {
-            const int count = tiles - item < wide ? tiles - item : wide;
-            for (int t = 0; t < n; t += MOST_TOKENS) {
-                const int some = n - t < MOST_TOKENS ? n - t : MOST_TOKENS;
-                tiles_product(m, item, count, in.from(t), some, found);
-                for (int i = 0; i < count; i++)
-                    for (int j = 0; j < some; j++) done(item + i, t + j, found[i * some + j]);
-            }
-        }
+        shared_product(m, in, n, m.tiles() >= 8 * MOST_TILES ? MOST_TILES : 2, turn, done);
     }
 
     void norm(const float* from, int width, const Inputs& to, int row) const {
@@ -93,55 +66,23 @@ struct Steps {
         const int id = token < 0 || token >= h.tokens ? 0 : (int)token;
         if (h.plain_embedding) return norm(h.plain_embedding + (size_t)id * h.target_hidden, h.target_hidden, to, row);
         float* line = own.keys.need(h.target_hidden);
-        hs_unpack_row(&h.embedding, id, line);
+        unpack_row(h.embedding, id, line);
         norm(line, h.target_hidden, to, row);
     }
 
     void unit(float* from, int width) const {  // the norm, in place
-        vf squares = splat(0.0f);
-        for (int i = 0; i < width; i += LANES) squares = fma(load(from + i), load(from + i), squares);
-        const vf scale = splat(1.0f / std::sqrt(sum(squares) / (float)width + h.eps));
+        const vf scale = unit_scale(from, h.eps, width);
         for (int i = 0; i < width; i += LANES) store(from + i, load(from + i) * scale);
     }
 
-    // Queries, keys and values of n rows of x; ``whose`` and ``slot``: [n]. Queries go to the row's number in ``ask``.
+    // Queries, keys and values of n rows of x; ``whose`` and ``slot``: [n].
     void queries_keys_values(const Inputs& in, int n, const int* whose, const int* slot, bool queries_too, Share& turn) const {
-        const int tiles = h.head_dim / LANES, half = tiles / 2, from = queries_too ? 0 : h.heads;
-        const int all = h.heads + 2 * h.kv_heads;
-        vf found[16 * MOST_TOKENS];
+        const int from = queries_too ? 0 : h.heads, all = h.heads + 2 * h.kv_heads;
         for (int head; (head = turn.take() + from) < all;)
-            for (int t = 0; t < n; t += MOST_TOKENS) {
-                const int some = n - t < MOST_TOKENS ? n - t : MOST_TOKENS;
-                for (int i = 0; i < tiles; i += MOST_TILES)
-                    tiles_product(h.qkv, head * tiles + i, tiles - i < MOST_TILES ? tiles - i : MOST_TILES, in.from(t),
-                                  some, found + i * some);
-                for (int j = 0; j < some; j++) place(head, t + j, whose[t + j], slot[t + j], found + j, some, tiles, half);
-            }
-    }
-
-    void place(int head, int number, int row, int slot, const vf* found, int stride, int tiles, int half) const {
-        vf v[16];
-        for (int i = 0; i < tiles; i++) v[i] = found[i * stride];
-        const bool query = head < h.heads, key = !query && head < h.heads + h.kv_heads;
-        if (query || key) {
-            const size_t turn = (size_t)position(slot) * (h.head_dim / 2);
-            for (int i = 0; i < half; i++) {
-                const vf cosine = load(h.cosines + turn + i * LANES), sine = load(h.sines + turn + i * LANES);
-                const vf a = v[i], b = v[i + half];
-                v[i] = a * cosine - b * sine;
-                v[i + half] = b * cosine + a * sine;
-            }
-        }
-        if (query) {
-            const vf scale = splat(1.0f / std::sqrt((float)h.head_dim));
-            float* to = queries + ((size_t)number * h.heads + head) * h.head_dim;
-            for (int i = 0; i < tiles; i++) store(to + i * LANES, v[i] * scale);
-            return;
-        }
-        const int own = key ? head - h.heads : head - h.heads - h.kv_heads;
-        uint16_t* to = (key ? h.keys : h.values) + (size_t)(c.first_row + row) * h.row_stride + (size_t)own * h.head_stride +
-                       (size_t)slot * h.head_dim;
-        for (int i = 0; i < tiles; i++) store_half(to + i * LANES, v[i]);
+            head_product(h.qkv, head, h.head_dim, in, n, [&](int i, const vf* found, int stride) {
+                const Way to{nullptr, nullptr, queries + (size_t)i * h.heads * h.head_dim, h.keys, h.values};
+                place_head(h, head, {c.first_row + whose[i], slot[i], slot[i]}, to, found, stride);
+            });
     }
 
     // x of the slots that the text has more, and their keys and values. Returns the phases it used.
@@ -207,15 +148,7 @@ struct Steps {
             norm(x + (size_t)(of ? of[r] : r) * h.width, h.width, to, r);
         });
         turn++;
-        vf found[4 * MOST_TOKENS];
-        for (int item; (item = turn->take()) < h.ffn / GROUP;)
-            for (int t = 0; t < c.rows; t += MOST_TOKENS) {
-                const int n = c.rows - t < MOST_TOKENS ? c.rows - t : MOST_TOKENS;
-                tiles_product(h.gate_up, item * 4, 4, in.from(t), n, found);
-                for (int j = 0; j < n; j++)
-                    round_group(gated, t + j, item, silu(found[j]) * found[2 * n + j],
-                                silu(found[n + j]) * found[3 * n + j]);
-            }
+        for (int item; (item = turn->take()) < h.ffn / GROUP;) swiglu(h.gate_up, item, in, c.rows, gated);
         pool.meet();
         product(h.down, gated, c.rows, *++turn, [&](int tile, int r, vf v) {
             const size_t from = (size_t)(of ? of[r] : r) * h.width + tile * LANES;
@@ -230,12 +163,7 @@ struct Steps {
         }
         pool.meet();
         product(h.head, ready, c.rows, *++turn, [&](int tile, int r, vf v) {
-            const int first = tile * LANES, some = h.vocab - first;
-            float* to = c.logits + (size_t)r * h.vocab + first;
-            if (some >= LANES)
-                store(to, v);
-            else
-                memcpy(to, &v, sizeof(float) * some);
+            store_tile(c.logits + (size_t)r * h.vocab, h.vocab, tile, v);
         });
         pool.meet();
         return turn + 1;

@@ -25,19 +25,10 @@ inline void breathe() {
 #endif
 }
 
-class Pool {
+class Pool {  // lives as long as the process
   public:
     explicit Pool(int threads) : size_(threads < 1 ? 1 : threads) {
         for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { serve(i); });
-    }
-    ~Pool() {
-        stop_.store(true);
-        {
-            std::lock_guard<std::mutex> hold(mutex_);
-            epoch_.fetch_add(1);
-        }
-        wake_.notify_all();
-        for (auto& worker : workers_) worker.join();
     }
     int size() const { return size_; }
 
@@ -92,7 +83,6 @@ class Pool {
                 }
             }
             seen = epoch_.load();
-            if (stop_.load()) return;
             work_(argument_, thread);
             meet();
         }
@@ -104,7 +94,6 @@ class Pool {
     std::condition_variable wake_;
     void (*work_)(void*, int) = nullptr;
     void* argument_ = nullptr;
-    std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleeping_{0};
     alignas(64) std::atomic<int> arrived_{0};

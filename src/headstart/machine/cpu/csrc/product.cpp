@@ -76,15 +76,26 @@ static void pack_int4(const float* x, uint8_t* block, int lane) {
     }
 }
 
-static float number(const Matrix& m, int output, int input) {
-    const int lane = output % LANES, k = input % GROUP, quad = k / 4;
-    const uint8_t* block = m.tile(output / LANES) + block_bytes(m.kind) * (input / GROUP);
-    const uint16_t* halves = (const uint16_t*)(block + (m.kind == INT8 ? 512 : 256));
-    if (m.kind == FLOAT) return ((const float*)block)[k * LANES + lane];
-    const float scale = half_to_float(halves[lane]);
-    if (m.kind == INT8) return scale * (float)((int)block[64 * quad + 4 * lane + k % 4] - 128);
-    const uint8_t both = block[64 * (quad % 4) + 4 * lane + k % 4];
-    return std::fma(scale, (float)(quad < 4 ? both & 15 : both >> 4), half_to_float(halves[LANES + lane]));
+void unpack_row(const Matrix& m, int output, float* to) {
+    const int lane = output % LANES;
+    for (int b = 0; b < m.blocks(); b++) {
+        const uint8_t *block = m.tile(output / LANES) + block_bytes(m.kind) * b, *own = block + 4 * lane;
+        if (m.kind == FLOAT) {
+            for (int k = 0; k < GROUP; k++) *to++ = ((const float*)block)[k * LANES + lane];
+            continue;
+        }
+        const uint16_t* halves = (const uint16_t*)(block + (m.kind == INT8 ? 512 : 256));
+        const float scale = half_to_float(halves[lane]);
+        if (m.kind == INT8) {
+            for (int k = 0; k < GROUP; k++) *to++ = scale * (float)((int)own[64 * (k / 4) + k % 4] - 128);
+            continue;
+        }
+        const float least = half_to_float(halves[LANES + lane]);
+        for (int k = 0; k < GROUP; k++) {
+            const uint8_t both = own[64 * (k / 4 % 4) + k % 4];
+            *to++ = std::fma(scale, (float)(k < GROUP / 2 ? both & 15 : both >> 4), least);
+        }
+    }
 }
 
 }  // namespace hs
@@ -113,14 +124,9 @@ HS_API void hs_pack(int kind, const float* weights, const int32_t* order, int ou
         }
 }
 
-// Row ``output`` of a packed matrix as floats [inputs].
-HS_API void hs_unpack_row(const Matrix* m, int output, float* to) {
-    for (int k = 0; k < m->inputs; k++) to[k] = number(*m, output, k);
-}
-
 // Some rows of a packed matrix as floats [count, inputs].
 HS_API void hs_unpack(const Matrix* m, const int32_t* rows, int count, float* to) {
-    for (int i = 0; i < count; i++) hs_unpack_row(m, rows[i], to + (size_t)i * m->inputs);
+    for (int i = 0; i < count; i++) unpack_row(*m, rows[i], to + (size_t)i * m->inputs);
 }
 
 // The instructions that this library was compiled to use.

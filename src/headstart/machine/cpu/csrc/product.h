@@ -225,6 +225,9 @@ HS_INLINE void product_tokens(const uint8_t* data, size_t stride, int blocks, co
     }
 }
 
+// Row ``output`` of a packed matrix as floats [inputs].
+void unpack_row(const Matrix& m, int output, float* to);
+
 // ``count`` tiles from ``first`` on (1 .. 4) times ``tokens`` tokens (1 .. 8): out[i * tokens + t]. Biases are added.
 void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out);
 
