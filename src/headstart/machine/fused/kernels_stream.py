@@ -17,7 +17,8 @@ next kernel start, whose programs then take the places of those that have ended.
 through L1: with such early starts L1 may be older than L2.
 
 Each kernel is ``_stream`` with functions of its own: ROWS(tile, r, *rows) says which weight rows numbers r of a tile
-are, END(sums, tile, s, *end) what becomes of its sums.
+are, END(sums, tile, s, *end) what becomes of its sums. The tuples stand in the calls: a name given to one would turn
+its constants into tensors.
 """
 
 from __future__ import annotations
@@ -151,13 +152,15 @@ def matmul_kernel(
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul``."""
-    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (N, HB)
-    _begin(w, first, rows, _matmul_rows, K, HB, BITS, G, PDL, ASK, WARPS)
+    first, m = tl.program_id(0) * (PER * G), tl.arange(0, BM)
+    _begin(w, first, (N, HB), _matmul_rows, K, HB, BITS, G, PDL, ASK, WARPS)
     scale = 1.0
     if NORM:
         scale = _scale(squares, m, M, eps, K, PARTS, PARTS_2)
-    end = (bias, out, scale, m, M, N, HB, BITS, BIAS)
-    _stream(x, w, s, m, M, first, rows, _matmul_rows, end, _matmul_end, K, BK, HB, BM, KS, BITS, PER, G, PDL, LATE)
+    _stream(
+        x, w, s, m, M, first, (N, HB), _matmul_rows, (bias, out, scale, m, M, N, HB, BITS, BIAS), _matmul_end, K, BK,
+        HB, BM, KS, BITS, PER, G, PDL, LATE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -189,10 +192,13 @@ def residual_kernel(
     G: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_residual``."""
-    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (N, HB)
-    _begin(w, first, rows, _matmul_rows, K, HB, BITS, G, PDL, ASK, WARPS)
-    end = (bias, residual, gain, scaled, squares, m, M, N, PARTS, HB, BITS, BIAS)
-    _stream(x, w, s, m, M, first, rows, _matmul_rows, end, _residual_end, K, BK, HB, BM, KS, BITS, PER, G, PDL, LATE)
+    first, m = tl.program_id(0) * (PER * G), tl.arange(0, BM)
+    _begin(w, first, (N, HB), _matmul_rows, K, HB, BITS, G, PDL, ASK, WARPS)
+    _stream(
+        x, w, s, m, M, first, (N, HB), _matmul_rows,
+        (bias, residual, gain, scaled, squares, m, M, N, PARTS, HB, BITS, BIAS), _residual_end, K, BK, HB, BM, KS, BITS,
+        PER, G, PDL, LATE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -220,10 +226,13 @@ def swiglu_kernel(
     PDL: tl.constexpr, LATE: tl.constexpr, ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_swiglu``."""
-    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (F, HB)
-    _begin(w, first, rows, _swiglu_rows, K, 2 * HB, BITS, G, PDL, ASK, WARPS)
-    end = (out, _scale(squares, m, M, eps, K, PARTS, PARTS_2), m, M, F, HB, BM, BITS)
-    _stream(x, w, s, m, M, first, rows, _swiglu_rows, end, _swiglu_end, K, BK, 2 * HB, BM, KS, BITS, PER, G, PDL, LATE)
+    first, m = tl.program_id(0) * (PER * G), tl.arange(0, BM)
+    _begin(w, first, (F, HB), _swiglu_rows, K, 2 * HB, BITS, G, PDL, ASK, WARPS)
+    scale = _scale(squares, m, M, eps, K, PARTS, PARTS_2)
+    _stream(
+        x, w, s, m, M, first, (F, HB), _swiglu_rows, (out, scale, m, M, F, HB, BM, BITS), _swiglu_end, K, BK, 2 * HB,
+        BM, KS, BITS, PER, G, PDL, LATE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -272,13 +281,16 @@ def rotary_kernel(
     ASK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """See ``kernels_matmul.matmul_rotary``."""
-    first, m, rows = tl.program_id(0) * (PER * G), tl.arange(0, BM), (HEADS, KV, D, TURN, HB)
+    first, m = tl.program_id(0) * (PER * G), tl.arange(0, BM)
     live = m < M
-    _begin(w, first, rows, _rotary_rows, K, 2 * HB, BITS, G, PDL, ASK, WARPS)
+    _begin(w, first, (HEADS, KV, D, TURN, HB), _rotary_rows, K, 2 * HB, BITS, G, PDL, ASK, WARPS)
     slot, position = places_of(lengths, depths, m, live, width, capacity, TREE)
     scale = _scale(squares, m, M, eps, K, PARTS, PARTS_2)
-    end = (
-        bias, query, keys, values, cos, sin, scale, position, slot, m, live, width, capacity, HEADS, KV, D, TURN, HB,
-        BM, BITS, BIAS,
+    _stream(
+        x, w, s, m, M, first, (HEADS, KV, D, TURN, HB), _rotary_rows,
+        (
+            bias, query, keys, values, cos, sin, scale, position, slot, m, live, width, capacity, HEADS, KV, D, TURN,
+            HB, BM, BITS, BIAS,
+        ),
+        _rotary_end, K, BK, 2 * HB, BM, KS, BITS, PER, G, PDL, LATE,
     )  # fmt: skip
-    _stream(x, w, s, m, M, first, rows, _rotary_rows, end, _rotary_end, K, BK, 2 * HB, BM, KS, BITS, PER, G, PDL, LATE)
