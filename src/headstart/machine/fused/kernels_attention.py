@@ -151,7 +151,7 @@ def _attend_kernel(
         d = tl.arange(0, DP)
         live = i < width
         token = first + i
-        head = token * HEADS + kv * G + t % G
+        head = token * HEADS + (kv * G + t % G)
         inside = live[:, None] & (d < D)[None, :]
         q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
         base = (row * KV + kv).to(tl.int64) * capacity * D
