@@ -225,11 +225,7 @@ def test_who_asks_is_found(line: str, guilty: bool) -> None:
 
 LINES = 60
 #: functions that may be longer, each with the reason; one that no longer is must leave the list
-LONG = {
-    "inner_for": "is being split (issue 14)",
-    "_attend_kernel": "a Triton kernel: cut in two it may compile to other code, which only a GPU can show",
-    "_attend_one_kernel": "the same, and its loads are placed by hand around the wait for the kernel before",
-}
+LONG: dict[str, str] = {}
 
 
 def functions() -> dict[str, list[tuple[str, int]]]:

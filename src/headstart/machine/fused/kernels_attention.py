@@ -97,24 +97,19 @@ def _sight(j, alive, length, bits, position, depths, window, TREE: tl.constexpr,
 
 
 @triton.jit
-def _soften(s, top, total):
-    """The running softmax with scores s [BQ, BK] more: top and total, weights, and what older weights fade by."""
+def _soften(s, top):
+    """Of a running softmax with scores s [BQ, BK] more: its top, their weights, and what older weights fade by."""
     new = tl.maximum(top, tl.max(s, axis=1))
     safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - safe[:, None])
-    fade = tl.exp2(top - safe)
-    return new, total * fade + tl.sum(p, axis=1), p, fade
+    return new, p, tl.exp2(top - safe)
 
 
 @triton.jit
-def _leave(
-    acc, top, total, out, part, stats, h, split, splits, live, inside, D: tl.constexpr, DP: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """What was found for heads h of all tokens: to out; where SPLIT, to part and stats."""
-    d = tl.arange(0, DP)
+def _leave(acc, top, total, out, part, stats, h, d, split, splits, live, inside, D: tl.constexpr, SPLIT: tl.constexpr):
+    """What was found for channels d of heads h of all tokens: to out; where SPLIT, to part and stats."""
     if not SPLIT:
-        tl.store(out + h[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + (h[:, None] * D + d[None, :]), (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         slot = h.to(tl.int64) * splits + split
         tl.store(part + slot[:, None] * D + d[None, :], acc, mask=inside)
@@ -153,7 +148,7 @@ def _attend_kernel(
         token = first + i
         head = token * HEADS + (kv * G + t % G)
         inside = live[:, None] & (d < D)[None, :]
-        q = tl.load(query + head[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        q = tl.load(query + (head[:, None] * D + d[None, :]), mask=inside, other=0.0, cache_modifier=".cg")
         base = (row * KV + kv).to(tl.int64) * capacity * D
         bits, position = _standing(ancestors, depths, token, live, length, i, width, TREE, RAGGED)
         top = tl.full([BQ], float("-inf"), tl.float32)
@@ -168,11 +163,12 @@ def _attend_kernel(
             k = tl.load(keys + spot, mask=read, other=0.0)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             seen = _sight(j, alive, length, bits, position, depths + row * width, window, TREE, WINDOW)
-            top, total, p, fade = _soften(tl.where(seen, s, float("-inf")), top, total)
+            top, p, fade = _soften(tl.where(seen, s, float("-inf")), top)
+            total = total * fade + tl.sum(p, axis=1)
             v = tl.load(values + spot, mask=read, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         done(PDL)
-        _leave(acc, top, total, out, part, stats, head, split, splits, live, inside, D, DP, SPLIT)
+        _leave(acc, top, total, out, part, stats, head, d, split, splits, live, inside, D, SPLIT)
 
 
 @triton.jit
@@ -201,8 +197,9 @@ def new_key(buffer, base, length, past, D: tl.constexpr, DP: tl.constexpr):
 def _take(q, k, v, seen, top, total, acc, scale):
     """Take one more tile of keys into the running softmax."""
     s = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
-    top, total, p, fade = _soften(s, top, total)
-    return top, total, tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    top, p, fade = _soften(s, top)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return top, total * fade + tl.sum(p, axis=1), acc
 
 
 @triton.jit(do_not_specialize=["capacity", "splits"])
@@ -257,7 +254,7 @@ def _attend_one_kernel(
             acc = acc * fade[:, None] + p[:, None] * new_v[None, :]
             total = total * fade + p
             top = new
-        _leave(acc, top, total, out, part, stats, head, split, splits, t < G, inside, D, DP, SPLIT)
+        _leave(acc, top, total, out, part, stats, head, d, split, splits, t < G, inside, D, SPLIT)
     else:
         if PDL == 2:
             wait(PDL)
