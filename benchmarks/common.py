@@ -12,8 +12,9 @@ import re
 import statistics
 import subprocess
 import time
+import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,26 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The least value that so large a share of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+    """Where the median lies with at least 95%, however the values are spread (order statistics); under six values,
+    all of them."""
+    ordered = sorted(values)
+    below, outside = 0, 0.0
+    while (outside := outside + math.comb(len(ordered), below) / 2 ** len(ordered)) <= 0.025:
+        below += 1
+    return ordered[max(0, below - 1)], ordered[len(ordered) - max(1, below)]
+
+
+def log(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def greedy(model: Any, ids: list[int], tokens: int, **options: Any) -> list[int]:
@@ -111,6 +132,32 @@ def _named(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _FOLDERS.sub("", str(value))
+
+
+class Report:
+    """Results that are stored as they come, and the time that is left for more."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], seconds: float) -> None:
+        self.path, self._about = path, {"machine": machine(), "settings": settings}
+        self.results: dict[str, Any] = {}
+        self._end = time.perf_counter() + seconds
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self._end
+
+    def add(self, name: str, result: Any) -> None:
+        self.results[name] = result
+        self.path.write_text(as_json(self._about | self.results))
+
+    def guarded(self, part: Callable[[], Any]) -> Any:
+        """A part that may fail without taking the others along: then it says so."""
+        try:
+            return part()
+        except Exception as error:
+            traceback.print_exc()
+            return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from common import KINDS, geometric_mean, greedy, machine, median, prompts, save, set_draft_length
+from pairs import CPU_TARGET, Noise
 from peers import Run, open_peers, race, speeds
 from peers import System as Timed
 from rich.console import Console
@@ -28,7 +29,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from headstart import LLM, SamplingParams
-from headstart.lab.grow import Shape, grow
+from headstart.lab.grow import grow
 from headstart.machine.embedded import embedded_folder
 from headstart.machine.loading import load
 
@@ -233,17 +234,7 @@ def pair(target: PreTrainedModel, noise: float) -> tuple[PreTrainedModel, PreTra
 
     The draft is the embedded model with noise on its weights: real text, and an acceptance rate well under 1.
     """
-    shape = Shape(layers=32, hidden=1152, ffn=3072, heads=18, kv_heads=6, head_dim=64)
-    big = grow(target, shape)
-    draft = type(target)(target.config).eval()
-    draft.load_state_dict(target.state_dict())
-    draft.tie_weights()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in draft.named_parameters():
-            if weight.dim() > 1 and "layers" in name:
-                weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
-    return big, draft
+    return grow(target, CPU_TARGET), Noise(target).model(noise)
 
 
 def show(results: list[dict[str, Any]]) -> None:

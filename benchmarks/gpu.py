@@ -26,26 +26,14 @@ from typing import Any
 import torch
 from common import as_json, machine, prompts
 from gpu_common import TOKENS, assisted, bandwidth, hugging_face, log, speed, weight_bytes
-from transformers import LlamaConfig, LlamaForCausalLM
+from pairs import small_model
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
 from headstart.lab.grow import SHAPES, cut, grow
 from headstart.machine import fused
-from headstart.machine.loading import load
 from headstart.maths.cost import CostModel
 
-SMALL = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-}
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "verification": "block"}
 
 
@@ -259,11 +247,7 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    if arguments.weights:
-        loaded = load(arguments.weights, dtype="float32", device="cpu")
-        small, tokenizer = loaded.model, loaded.tokenizer
-    else:
-        small, tokenizer = LlamaForCausalLM(LlamaConfig(**SMALL)).eval(), None
+    small, tokenizer = small_model(arguments.weights)
     if arguments.ids:
         ids = json.loads(Path(arguments.ids).read_text())
     elif tokenizer is not None:

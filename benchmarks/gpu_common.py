@@ -10,17 +10,13 @@ import time
 from typing import Any
 
 import torch
-from common import greedy, median, set_draft_length
+from common import greedy, log, median, set_draft_length
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
 from headstart.types import Round
 
 TOKENS = 256
-
-
-def log(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def bandwidth() -> float:
