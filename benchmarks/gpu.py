@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import as_json, machine, prompts
-from gpu_common import TOKENS, assisted, bandwidth, hugging_face, log, speed, weight_bytes
+from common import as_json, log, machine, prompts
+from gpu_common import TOKENS, assisted, bandwidth, hugging_face, speed, weight_bytes
 from pairs import small_model
 
 from headstart import LLM, SamplingParams

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from common import greedy, log, median, set_draft_length
+from common import greedy, median, set_draft_length
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import as_json, machine
-from gpu_common import bandwidth, log, speed
+from common import as_json, log, machine
+from gpu_common import bandwidth, speed
 from torch.nn.functional import cross_entropy
 
 from headstart import LLM, SamplingParams

@@ -3,8 +3,8 @@
 Knows: pairs with a wanted acceptance rate, fixed draft lengths, turns. Does not know: how models are made (``pairs``).
 Run by never_slower.py (``--parts best`` and ``--parts kinds``).
 
-"best": drafts a third of their target's size, with noise on their weights set for alpha near 0.6, 0.75 and 0.9. "kinds":
-the embedded model with the draft that ships with it, on six kinds of task.
+"best": drafts a third of their target's size, with noise on their weights set for alpha near 0.6, 0.75 and 0.9.
+"kinds": the embedded model with the draft that ships with it, on six kinds of task.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 nothing repeats, at temperature 0 and 1.5, alone and together; from a cold controller. "off": a loaded draft that no
 request wants (``speculate=False``). Each figure is the rate over that of an engine without a draft in the same turn,
 prompts included; reported are the median of the turns and the interval in which it lies with 95%.
-Every turn measures all cases once, so that a run that is stopped early (``--seconds``) has fewer turns, not fewer cases.
+Every turn measures all cases once: a run that is stopped early (``--seconds``) has fewer turns, not fewer cases.
 """
 
 from __future__ import annotations

@@ -112,7 +112,9 @@ class Noise:
             total += len(said)
         return right / total
 
-    def scale_for(self, alpha: float, texts: Sequence[tuple[int, Sequence[int]]], steps: int = 8) -> tuple[float, float]:
+    def scale_for(
+        self, alpha: float, texts: Sequence[tuple[int, Sequence[int]]], steps: int = 8
+    ) -> tuple[float, float]:
         """The scale at which the agreement is near ``alpha``, and what it is there."""
         low, high = 0.0, 0.02
         while self.agreement(self.model(high), texts) > alpha and high < 4:
@@ -196,7 +198,7 @@ def cpu_setting(ids: str | None, rows: int) -> Setting:
 
 
 def cpu_pair(setting: Setting, quantization: str | None, draft_quantization: str | None) -> Setting:
-    """A target four times the embedded model's size that computes its function, with the embedded model as its draft."""
+    """A target four times the embedded model's size with its function, and the embedded model as the draft."""
     small = load(embedded_folder(), dtype="float32").model
     options = setting.options | {"quantization": quantization, "draft_quantization": draft_quantization}
     grown = grow(small, CPU_TARGET)

@@ -4,9 +4,9 @@
     python benchmarks/traffic.py --device cpu        # the embedded model, 12 requests over 4 rows, 10 minutes
     python benchmarks/traffic.py --modes plain auto --parts closed --repeats 5
 
-Prompts of 20 to 200 tokens, 24, 64 or 160 tokens to write, greedy. "closed": all requests at once. "arrivals": at random
-times (Poisson, always the same draws), at shares of what plain decoding can take in "closed", and at ``--rate`` requests
-a second. "even": 64 tokens each, beside Hugging Face's ``generate_batch`` on a GPU.
+Prompts of 20 to 200 tokens, 24, 64 or 160 tokens to write, greedy. "closed": all requests at once. "arrivals": at
+random times (Poisson, always the same draws), at shares of what plain decoding takes in "closed", and at ``--rate``
+requests a second. "even": 64 tokens each, beside Hugging Face's ``generate_batch`` on a GPU.
 
 One loop submits what is due and steps the engine, so nothing but the engine delays a token. A request's clock starts
 when it was to arrive, not when the loop got round to it. A delivery is when listeners hear of a round: what a server
@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,19 @@ class Heard:
                     found.setdefault(record.sequence.rpartition("/")[0], []).append(when)
         return found
 
-    def rows(self) -> float:
-        """Rows in a decoding round, each round weighted by its time."""
-        firsts = [records[0] for _, records in self.rounds if records and not records[0].prefill]
-        seconds = sum(r.round_seconds for r in firsts)
-        return sum(r.rows * r.round_seconds for r in firsts) / seconds if seconds else 0.0
+    def decoding(self) -> dict[str, float | None]:
+        """Means over the rounds that read no prompt."""
+        rounds = [records for _, records in self.rounds if records and not records[0].prefill]
+        seconds = sum(records[0].round_seconds for records in rounds)
+        records = [record for each in rounds for record in each]
+        drafted, count = sum(r.drafted for r in records), max(1, len(records))
+        return {
+            "rounds": len(rounds),
+            "rows_in_use": sum(r[0].rows * r[0].round_seconds for r in rounds) / seconds if seconds else 0.0,
+            "tau": sum(r.emitted for r in records) / count,
+            "alpha": sum(r.accepted for r in records) / drafted if drafted else None,
+            "drafted_per_row": drafted / count,
+        }
 
 
 def drive(llm: LLM, prompts: list[list[int]], tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
@@ -151,10 +160,10 @@ def described(
     """``spent``: what the engine's stats grew by."""
     came = heard.deliveries()
     first = [1e3 * (came[name][0] - at) for name, at in due_at.items()]
-    gaps = [1e3 * (b - a) for times in came.values() for a, b in zip(times, times[1:], strict=False)]
+    gaps = [1e3 * (b - a) for times in came.values() for a, b in pairwise(times)]
     whole = [1e3 * (came[name][-1] - came[name][0]) / (n - 1) for name, n in tokens.items() if n > 1]
-    parts = {name: spent.get(f"{name}_seconds", 0.0) for name in SPENT}
-    total, drafted = sum(tokens.values()), spent["drafted"]
+    parts = {name: spent[f"{name}_seconds"] for name in SPENT}
+    total = sum(tokens.values())
     return {
         "requests": len(tokens),
         "tokens": total,
@@ -164,11 +173,7 @@ def described(
         "first_token_ms": spread(first),
         "gap_ms": spread(gaps),
         "ms_per_token": spread(whole),
-        "rows_in_use": heard.rows(),
-        "rounds": spent["rounds"],
-        "tau": spent["tokens"] / spent["row_rounds"],
-        "alpha": spent["accepted"] / drafted if drafted else None,
-        "drafted_per_row": drafted / spent["row_rounds"],
+        **heard.decoding(),
         # What is in none of the forwards is the host's: scheduling, judging there, committing, launching.
         "seconds": parts | {"host": max(0.0, wall - idle - sum(parts.values())), "idle": idle},
     }

@@ -1,4 +1,4 @@
-"""Draws what benchmarks/traffic.py measured: python benchmarks/traffic_plot.py results/traffic-x.json -> a .png beside."""
+"""Draws what benchmarks/traffic.py measured: python benchmarks/traffic_plot.py results/traffic-cpu.json -> a .png."""
 
 from __future__ import annotations
 
