@@ -117,7 +117,8 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     tiny = setting.name == "quick"
     plain, noise = setting.llm(None), Noise(setting.small)
     length = 16 if tiny else 64
-    texts = answers(plain, setting.prompts([length] * 8, 0), 32 if tiny else 96)
+    texts = answers(plain, setting.prompts([length] * (8 if gpu else 4), 0), 32 if tiny else 96)
+    log(f"{setting.name}: target open")
     found: list[dict[str, Any]] = []
     for alpha in given.alphas:
         scale, agreed = noise.scale_for(alpha, texts)

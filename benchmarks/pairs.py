@@ -113,7 +113,7 @@ class Noise:
         return right / total
 
     def scale_for(
-        self, alpha: float, texts: Sequence[tuple[int, Sequence[int]]], steps: int = 8
+        self, alpha: float, texts: Sequence[tuple[int, Sequence[int]]], steps: int = 6
     ) -> tuple[float, float]:
         """The scale at which the agreement is near ``alpha``, and what it is there."""
         low, high = 0.0, 0.02

@@ -58,7 +58,8 @@ def spending(axes: Any, results: dict[str, Any]) -> None:
         axes.bar(list(closed), heights, bottom=bottoms, label=part.replace("_", " "), color=colour)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     axes.set_ylabel("seconds, all requests at once")
-    axes.legend()
+    axes.set_ylim(0, 1.2 * max(bottoms, default=1.0))
+    axes.legend(ncols=len(PARTS), fontsize="small", loc="upper center")
 
 
 def draw(path: Path) -> str:
