@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from common import Report, interval, log, median, prompts
 from pairs import Noise, Setting, answers, cpu_pair
-from transformers import AutoTokenizer
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
+from headstart.machine.loading import load
 
 Prompts = Callable[[int], list[list[int]]]  # of a turn
 
@@ -148,7 +148,7 @@ def kinds(setting: Setting, given: Namespace, report: Report) -> None:
     """The embedded pair on each of six kinds of task, one prompt at a time."""
     if setting.name != "cpu":
         raise SystemExit("--parts kinds is about the embedded model on a CPU: --device cpu")
-    tokenizer = AutoTokenizer.from_pretrained(setting.target)
+    tokenizer = load(setting.target).tokenizer
     one_row = replace(setting, options=setting.options | {"max_rows": 1})
     plain, drafted = one_row.llm(None), one_row.llm(setting.draft)
     found: list[dict[str, Any]] = []
