@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.engine.judge import Batch, by_rule, follow, judge
+from headstart.engine.judge import Batch, by_rule, follow, judge, likeliest
 from headstart.engine.sequence import Sequence
 from headstart.types import Proposal, Request, SamplingParams
 
@@ -44,6 +44,13 @@ def test_the_quick_way_agrees_with_the_rule(seed: int) -> None:
     batch, logits = rounds(seed)
     quick = follow(logits[:, : batch.width], batch, V - 3)
     assert quick == by_rule(logits[:, : batch.width], batch, V - 3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_likeliest_are_the_rules_first_tokens(seed: int) -> None:
+    batch, logits = rounds(seed)
+    plain = Batch.of(batch.sequences, [None] * 6, torch.device("cpu"))
+    assert likeliest(logits[:, :1], plain, V - 3) == by_rule(logits[:, :1], plain, V - 3)
 
 
 @pytest.mark.parametrize(

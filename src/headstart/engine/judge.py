@@ -37,6 +37,7 @@ __all__ = [
     "follow",
     "group_of",
     "judge",
+    "likeliest",
     "logprobs_along",
     "targets_of",
 ]
@@ -79,8 +80,11 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PL
     """
     wanted = [s.asks for s in batch.sequences]
     chains = batch.topology.is_chain and logits.dtype == torch.float32
-    if chains and logits.device.type == "cpu" and GREEDY_CHAINS.takes(wanted):
-        return follow(logits, batch, vocab_size)
+    if chains and GREEDY_CHAINS.takes(wanted):
+        if logits.device.type == "cpu":
+            return follow(logits, batch, vocab_size)
+        if batch.width == 1:
+            return likeliest(logits, batch, vocab_size)
     if chains and inner.judged is not None and inner.judges is not None and inner.judges.takes(wanted):
         return _judge_chains(logits, batch, vocab_size, inner)
     return by_rule(logits, batch, vocab_size, inner)
@@ -118,6 +122,14 @@ def follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict 
                 break
         found.append(Verdict.on(proposal, range(held), token) if token >= 0 else None)
     return found
+
+
+def likeliest(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+    """Greedy rows without a draft on a GPU, where prompts end: what ``by_rule`` says of them, in one question."""
+    logits = logits[:, 0, :vocab_size]
+    best = logits.argmax(-1, keepdim=True)  # the first of the largest; NaN counts as the largest
+    found = torch.where(logits.gather(-1, best).isfinite(), best, -1)[:, 0].tolist()
+    return [Verdict.on(None, (), token) if token >= 0 else None for token in found]
 
 
 def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner) -> list[Verdict | None]:
