@@ -87,7 +87,7 @@ def assemble(
             source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement
         )
         sizes = _sizes(config, opened.loaded.report, check)
-        runner, target = runner_for(opened, **sizes)
+        runner, target = runner_for(opened, **sizes, invariant=config.engine.invariant)
         vocab_size = target.report.tokenizer_size or runner.vocab_size
         controller = controller_for(config.draft)
         load = partial(load_draft, quantization=draft_quantization, dtype=draft_dtype, tell=tell, **placement)

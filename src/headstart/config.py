@@ -30,6 +30,9 @@ class EngineConfig:
     max_model_len: int | None = None  # longest prompt + answer; None: the model's own, capped to what is sensible
     prefill_chunk: int = 512  # prompt tokens a step may spend before the running sequences get their round
     max_waiting: int = 1024  # requests that may queue
+    # A token's logits are the same bits alone, in any batch and behind warm keys. The CPU's 8- and 4-bit kernels always
+    # give that; on a GPU it has a price: see docs/reference.md.
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
@@ -37,6 +40,8 @@ class EngineConfig:
         _at_least("max_waiting", self.max_waiting, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+        if not isinstance(self.invariant, bool):
+            raise InvalidParameter("invariant", f"must be True or False, not {self.invariant!r}")
 
 
 @dataclass(frozen=True)

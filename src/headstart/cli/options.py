@@ -124,6 +124,14 @@ class ModelOptions(TargetOptions):
         ),
     ] = "auto"
     max_model_len: Annotated[int | None, _model(of="N", help="The most tokens of prompt and answer together.")] = None
+    invariant: Annotated[
+        bool,
+        _model(
+            "--invariant",
+            help="The same bits in any company: a text does not depend on what else is served. Always so with int8 and "
+            "int4 on a CPU; slower on a GPU.",
+        ),
+    ] = False
     draft: Annotated[
         str,
         _drafting(
@@ -149,6 +157,7 @@ class ModelOptions(TargetOptions):
         """The ``LLM``. It is imported only here, because that takes seconds."""
         gamma = _gamma(self.gamma)
         sizes: dict[str, Any] = {"gamma": gamma, "max_rows": rows, "max_model_len": self.max_model_len}
+        sizes["invariant"] = self.invariant
         Config.of(sizes)  # says what is wrong before anything is imported
         with self.loading() as tell:
             from ..api import LLM

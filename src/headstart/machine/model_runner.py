@@ -33,6 +33,8 @@ class ModelRunner(Protocol):
     max_len: int
     #: runs on kernels with threads of their own, on whose cores torch's would wait in a busy loop
     own_threads: bool = False
+    #: a token's logits are the same bits in every forward: alone, among others, behind keys made in any company
+    invariant: bool = False
 
     @property
     def inner(self) -> Inner:

@@ -50,6 +50,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_INVARIANT = "invariant: a token's logits are the same bits alone, in any batch and in any draft"
 
 Quantization: TypeAlias = Literal["auto", "int8", "int4"] | None
 Runner: TypeAlias = EagerRunner | CpuRunner
@@ -171,15 +172,30 @@ def load_draft(
     return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=wish.place())
 
 
-def runner_for(opened: Opened, *, probe: bool = True, draft: bool = False, **sizes: Any) -> tuple[Runner, Loaded]:
+def runner_for(
+    opened: Opened, *, probe: bool = True, draft: bool = False, invariant: bool = False, **sizes: Any
+) -> tuple[Runner, Loaded]:
     """The fastest runner for the model here, and the model with its report brought up to date.
 
     ``sizes``: the slab's, rows, max_len and margin. ``draft``: the model only guesses, so its steps may be rounded in
-    whatever way is fastest.
+    whatever way is fastest. ``invariant``: a runner that is (see ``ModelRunner``), or none.
     """
+    runner, loaded = _fastest(opened, probe=probe, kind={"draft": draft, "invariant": invariant}, **sizes)
+    if not invariant:
+        return runner, loaded
+    if not runner.invariant:
+        raise ModelRefused(
+            f"invariant=True needs Headstart's own kernels, and {loaded.report.architecture} runs on its own modules: "
+            "on a CPU use quantization='int8' or 'int4', which are invariant; elsewhere leave it False"
+        )
+    return runner, replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, _INVARIANT)))
+
+
+def _fastest(opened: Opened, *, probe: bool, kind: dict[str, bool], **sizes: Any) -> tuple[Runner, Loaded]:
+    """``kind``: what of a ``FusedRunner``."""
     loaded = opened.loaded
     if opened.quantization is not None and loaded.model.device.type == "cuda":
-        return _rounded_on_gpu(opened, draft=draft, **sizes)
+        return _rounded_on_gpu(opened, **kind, **sizes)
     if opened.quantization is not None:
         packed = open_packed(loaded, opened.quantization, probe=probe, packed=opened.packed, **sizes)
         if opened.packed is None and opened.place is not None:
@@ -189,17 +205,17 @@ def runner_for(opened: Opened, *, probe: bool = True, draft: bool = False, **siz
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
         return EagerRunner(loaded.model, probe=probe, **sizes), loaded
-    runner = fused.open_runner(loaded.model, draft=draft, **sizes)
+    runner = fused.open_runner(loaded.model, **kind, **sizes)
     return runner, replace(loaded, report=replace(loaded.report, kernels="Triton"))
 
 
-def _rounded_on_gpu(opened: Opened, *, draft: bool, **sizes: Any) -> tuple[Runner, Loaded]:
+def _rounded_on_gpu(opened: Opened, **options: Any) -> tuple[Runner, Loaded]:
     loaded, kind = opened.loaded, opened.quantization
     assert kind is not None
     reason = fused.reason_against(loaded.model, kind)
     if reason is not None:
         raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
-    runner = fused.open_runner(loaded.model, quantization=kind, draft=draft, release=opened.ours, **sizes)
+    runner = fused.open_runner(loaded.model, quantization=kind, release=opened.ours, **options)
     report = _described(loaded.report, kind, runner.fused.weights.bytes, released=opened.ours)
     return runner, replace(loaded, report=report)
 

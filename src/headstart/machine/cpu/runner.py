@@ -44,6 +44,7 @@ class CpuRunner(Watched, ModelRunner):
     device = torch.device("cpu")
     dtype = torch.float32
     own_threads = True
+    invariant = True
 
     def __init__(
         self,

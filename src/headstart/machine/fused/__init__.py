@@ -38,9 +38,12 @@ def available() -> str | None:
 
 
 def fuse(
-    model: PreTrainedModel, *, rows: int, capacity: int, draft: bool = False, quantization: str | None = None
+    model: PreTrainedModel, *, rows: int, capacity: int, quantization: str | None = None, **kind: bool
 ) -> FusedModel:
-    """Lower the model, with its own key-value buffers. Raises ValueError with the reason if it cannot be done."""
+    """Lower the model, with its own key-value buffers. Raises ValueError with the reason if it cannot be done.
+
+    ``kind``: ``draft`` and ``invariant`` of ``FusedModel``.
+    """
     reason = available() or why_not(model, quantization)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} stays on its own modules: {reason}")
@@ -48,7 +51,7 @@ def fuse(
     from .model import FusedModel
 
     weights = lower(model, quantization)
-    return FusedModel(weights, weights.buffers(rows, capacity), draft=draft)
+    return FusedModel(weights, weights.buffers(rows, capacity), **kind)
 
 
 def inner_loops(device: torch.device) -> Inner:

@@ -6,18 +6,21 @@ who owns a row.
 Nothing here reads a device tensor on the host, and no launch depends on a value on the device, so a forward (or a
 whole round of them) can be captured in a CUDA graph. Up to 32 tokens take the skinny products (weights at memory
 speed, see ``kernels_matmul``); more take cuBLAS, and so do prompts of several rows together (``read``).
+
+The skinny kernels add a token's sums up in the same order whatever stands beside it; cuBLAS does not. A model that is
+``invariant`` keeps to the skinny ones: more tokens are several forwards (``cut``), each of which streams the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .cut import cut
 from .kernels_attention import attend, attend_tiles
 from .kernels_draft import attend_alone, join_residual
 from .kernels_heads import Heads
@@ -27,55 +30,13 @@ from .launching import Repeats, supports_overlap
 from .lower import Layer, Weights
 from .plan import ALONE_CHUNK, ALONE_SPLITS, Tile, attention_tile, tile
 from .products import Products
-from .ragged import Packed, pack
+from .ragged import pack
+from .step import MAX_NODES, Step, Tree, pack_ancestors
 from .whole import open_whole
 
 __all__ = ["MAX_NODES", "FusedModel", "Tree", "pack_ancestors"]
 
-MAX_NODES = 64  # a tree's ancestors are the bits of one int64
 _SPLIT_WIDTH = 64  # wider forwards (prefill) have enough queries to fill the GPU without splitting the keys
-
-
-class Tree(NamedTuple):
-    """What a node of a tree sees of its tree, and how deep it stands."""
-
-    bits: Tensor  # [R, N] int64: bit j set = node j is an ancestor of this node, or the node itself
-    depths: Tensor  # [R, N] int32
-
-
-def pack_ancestors(ancestors: Tensor) -> Tree:
-    """From ancestors [R, N, N] bool ([r, i, j]: j lies on the path to i). At most 64 nodes."""
-    nodes = ancestors.shape[-1]
-    if nodes > MAX_NODES:
-        raise ValueError(f"a tree has at most {MAX_NODES} nodes, not {nodes}")
-    # A node always sees itself: a padding node that saw nothing would store NaN in the cache.
-    own = torch.eye(nodes, dtype=torch.bool, device=ancestors.device)
-    seen = ancestors | own
-    bits = (seen.to(torch.int64) << torch.arange(nodes, device=ancestors.device)).sum(-1)
-    return Tree(bits, (seen.sum(-1) - 1).to(torch.int32))
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One forward's shape and place."""
-
-    rows: int  # or pieces, where packed
-    width: int  # 0: packed
-    lengths: Tensor  # [R], or where packed the tokens' places [T, 2]
-    first: int = 0  # first row of the cache
-    tree: Tree | None = None
-    bound: int = 0  # no row has more keys than this, the new ones included
-    work: tuple[Tensor, Tensor] | None = None  # for split attention
-    packed: Packed | None = None  # any tokens of any rows
-
-    @property
-    def count(self) -> int:
-        return self.rows * self.width if self.packed is None else len(self.packed.tokens)
-
-    @property
-    def places(self) -> slice:
-        """The rows of the cache that ``lengths`` speaks of."""
-        return slice(self.first, self.first + self.rows) if self.packed is None else slice(None)
 
 
 class _Places(NamedTuple):
@@ -95,11 +56,14 @@ class _Places(NamedTuple):
 class FusedModel:
     """Runs a lowered model over key-value buffers [rows, kv_heads, capacity, head_dim], one pair a layer."""
 
-    def __init__(self, weights: Weights, cache: Sequence[tuple[Tensor, Tensor]], *, draft: bool = False) -> None:
+    def __init__(
+        self, weights: Weights, cache: Sequence[tuple[Tensor, Tensor]], *, draft: bool = False, invariant: bool = False
+    ) -> None:
         """``draft``: steps of one token may be rounded otherwise than wider ones, which makes small models faster.
 
         Without it a token's logits are the same to the bit in any step of up to 16 tokens, so that speculative and
-        plain decoding of a target agree exactly. Nothing depends on a draft's last bit.
+        plain decoding of a target agree exactly. Nothing depends on a draft's last bit. ``invariant``: the same to the
+        bit in any step whatever, but for trees, where a token's keys stand elsewhere than in plain decoding.
         """
         self.weights = w = weights
         self.cache = list(cache)
@@ -116,6 +80,9 @@ class FusedModel:
         self._features: Tensor | None = None
         self._tiles = {alone: self._plan(alone=alone and draft) for alone in (False, True)}
         self._many = self._plan(many=True)
+        # Tokens that an invariant model takes at a time (0: any number). Kernels that do not stream may add squares up
+        # in another order for more than 16.
+        self.part = 0 if not invariant else 32 if all(t.prefetch for t in self._many.values()) else 16
         self.whole = open_whole(w, self.cache, self.rotary) if draft else None
         self.beside = False  # may this run at the same time as other kernels?
 
@@ -160,14 +127,28 @@ class FusedModel:
         ``bound``: a promise that no row will have more keys than this; a smaller one launches fewer programs.
         """
         rows, width = tokens.shape
+        keep = width if keep is None else keep
         tree = ancestors if ancestors is None or isinstance(ancestors, Tree) else pack_ancestors(ancestors)
         bound = min(bound or self.capacity, self.capacity)
+        if not 0 < self.part < rows * width or (tree is not None and width > self.part):
+            return self._forward(tokens, lengths, tree, keep, first_row, bound)
+        found = []
+        for part in cut(rows, width, keep, self.part):
+            own = None if tree is None else Tree(*(part.of(tensor) for tensor in tree))
+            at = first_row + part.first
+            found.append(self._forward(part.of(tokens), part.lengths(lengths), own, part.keep, at, bound).flatten(0, 1))
+        return torch.cat(found).view(rows, keep, -1)
+
+    def _forward(
+        self, tokens: Tensor, lengths: Tensor, tree: Tree | None, keep: int, first_row: int, bound: int
+    ) -> Tensor:
+        """``forward``, all at once."""
+        rows, width = tokens.shape
         work = None
         if bound > self.attention.chunk and width <= _SPLIT_WIDTH:
             work = self._split_buffers(rows * width, -(-bound // self.attention.chunk))
-        step = _Step(rows, width, lengths.contiguous(), first_row, tree, bound, work)
+        step = Step(rows, width, lengths.contiguous(), first_row, tree, bound, work)
         tokens = tokens.reshape(-1).contiguous()  # a column of a wider tensor stays strided through reshape
-        keep = width if keep is None else keep
         if self._in_one(step, keep):
             assert self.whole is not None
             scaled, squares = self.whole.step(tokens.long(), step.lengths.long(), first_row, bound)
@@ -184,10 +165,10 @@ class FusedModel:
         """
         w = self.weights
         packed = pack(pieces, self.attention.packed(w.heads // w.kv_heads)[1], w.device)
-        step = _Step(len(pieces), 0, packed.places, packed=packed)
+        step = Step(len(pieces), 0, packed.places, packed=packed)
         return self._dense(packed.tokens, step, int(logits)).flatten(1)
 
-    def _in_one(self, step: _Step, keep: int) -> bool:
+    def _in_one(self, step: Step, keep: int) -> bool:
         """Can all layers be one kernel? It needs the whole GPU, and keeps no hidden states."""
         if self.whole is None or self.beside or self.kept or step.tree is not None or not step.rows == keep == 1:
             return False
@@ -195,7 +176,7 @@ class FusedModel:
 
     # -- up to 32 tokens --------------------------------------------------------------------------------------
 
-    def _skinny(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
+    def _skinny(self, tokens: Tensor, step: Step, keep: int) -> Tensor:
         w, at = self.weights, self._places(step)
         gains = [layer.input_norm for layer in w.layers[1:]] + [w.norm]
         embed(tokens, w.embedding, w.layers[0].input_norm, at.x, at.scaled, at.first, pdl=self.overlap)
@@ -208,11 +189,11 @@ class FusedModel:
             else:
                 repeats.do(layer.kind, work, (*layer.tensors, gains[i], *cache))
             self._remember(i, at.x, step)
-        if keep == step.width:
-            return self._head(at.scaled, at.after_down, step.rows, keep)
-        return self._last_logits(at.x, step, keep)
+        if keep == 0:
+            return self._no_logits(step)
+        return self._head(step.last(at.scaled, keep), step.last(at.after_down, keep), step.rows, keep)
 
-    def _places(self, step: _Step) -> _Places:
+    def _places(self, step: Step) -> _Places:
         w, count = self.weights, step.count
         after_o, after_down = (self._parts(name, count) for name in ("o", "down"))
         return _Places(
@@ -232,7 +213,7 @@ class FusedModel:
         return -(-self.weights.hidden // self._tiles_for(count)[name].rows)
 
     def _layer(
-        self, layer: Layer, gain: Tensor, cache: tuple[Tensor, Tensor], step: _Step, at: _Places, squares: Tensor
+        self, layer: Layer, gain: Tensor, cache: tuple[Tensor, Tensor], step: Step, at: _Places, squares: Tensor
     ) -> None:
         """One layer, launches only (see ``Repeats``). ``gain``: the next norm's; ``squares``: of the layer's input."""
         w, pdl, tiles = self.weights, self.overlap, self._tiles_for(step.count)
@@ -262,7 +243,7 @@ class FusedModel:
 
     # -- more tokens ------------------------------------------------------------------------------------------
 
-    def _dense(self, tokens: Tensor, step: _Step, keep: int) -> Tensor:
+    def _dense(self, tokens: Tensor, step: Step, keep: int) -> Tensor:
         w, pdl, count = self.weights, min(self.overlap, 1), step.count
         x, normed, add = (self._new(count, w.hidden) for _ in range(3))
         hidden, gate_up = self._new(count, w.ffn), self._new(count, 2 * w.ffn)
@@ -288,12 +269,12 @@ class FusedModel:
                 self._remember(i, x + add, step)
         return self._last_logits(x.add_(add), step, keep)
 
-    def _turn_and_attend(self, qkv: Tensor, heads: Heads, out: Tensor, layer: Layer, step: _Step, pdl: int) -> None:
+    def _turn_and_attend(self, qkv: Tensor, heads: Heads, out: Tensor, layer: Layer, step: Step, pdl: int) -> None:
         """From one product to the next, launches only (see ``Repeats``)."""
         self._rotate(qkv, layer, heads, pdl)
         self._attend(heads, out, layer, step, self.overlap)  # the kernel that decoding has
 
-    def _remember(self, index: int, x: Tensor, step: _Step) -> None:
+    def _remember(self, index: int, x: Tensor, step: Step) -> None:
         """Store the layer's output x [R * N, H] where a head reads it, if one does."""
         for layer, channel in self.kept:
             if layer == index:
@@ -302,7 +283,7 @@ class FusedModel:
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
-    def _heads(self, query: Tensor, cache: tuple[Tensor, Tensor], step: _Step) -> Heads:
+    def _heads(self, query: Tensor, cache: tuple[Tensor, Tensor], step: Step) -> Heads:
         depths = None if step.tree is None else step.tree.depths
         return Heads(query, cache, self.rotary, step.lengths, depths, step.width)
 
@@ -310,7 +291,7 @@ class FusedModel:
         gains = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         rotate(qkv, gains, to, eps=self.weights.eps, pdl=pdl)
 
-    def _attend(self, of: Heads, out: Tensor, layer: Layer, step: _Step, pdl: int) -> None:
+    def _attend(self, of: Heads, out: Tensor, layer: Layer, step: Step, pdl: int) -> None:
         window, scale, t = layer.window, self.weights.head_dim**-0.5, self.attention
         if step.packed is not None:
             attend_tiles(of.query, of.cache, out, step.packed.tiles, window=window, scale=scale, t=t, pdl=pdl)
@@ -320,20 +301,20 @@ class FusedModel:
             bound=step.bound, work=step.work, pdl=pdl,
         )  # fmt: skip
 
-    def _last_logits(self, x: Tensor, step: _Step, keep: int) -> Tensor:
+    def _last_logits(self, x: Tensor, step: Step, keep: int) -> Tensor:
         """Logits of the last ``keep`` tokens of each row from the residual stream x [R * N, H]."""
         w = self.weights
         if keep == 0:
-            return self._new(step.rows, 0, w.vocab_size, dtype=torch.float32)
+            return self._no_logits(step)
         if step.packed is not None and skinny_rows(step.rows):
             return self._packed_logits(x, step.packed.last)
-        if step.packed is not None:
-            x = x[step.packed.last]
-        else:
-            x = x.view(step.rows, step.width, -1)[:, step.width - keep :].reshape(step.rows * keep, -1).contiguous()
+        x = step.last(x, keep)
         normed = torch.empty_like(x)
         norm(x, None, w.norm, normed, eps=w.eps, pdl=min(self.overlap, 1))
         return self._head(normed, None, step.rows, keep)
+
+    def _no_logits(self, step: Step) -> Tensor:
+        return self._new(step.rows, 0, self.weights.vocab_size, dtype=torch.float32)
 
     def _packed_logits(self, x: Tensor, last: Tensor) -> Tensor:
         """Logits [P, 1, V] of tokens ``last`` [P] of x [T, H], by decoding's own kernels."""
@@ -353,7 +334,7 @@ class FusedModel:
         matmul(x, w.head, logits, t, bias=None, squares=squares, eps=w.eps, pdl=self.overlap)
         return logits.view(rows, keep, -1)
 
-    def _cache_of(self, index: int, step: _Step) -> tuple[Tensor, Tensor]:
+    def _cache_of(self, index: int, step: Step) -> tuple[Tensor, Tensor]:
         keys, values = self.cache[index]
         return keys[step.places], values[step.places]
 
@@ -362,7 +343,7 @@ class FusedModel:
         part = self._new(tokens, w.heads, splits, w.head_dim, dtype=torch.float32)
         return part, self._new(tokens, w.heads, splits, 2, dtype=torch.float32)
 
-    def _alone_buffers(self, step: _Step) -> tuple[Tensor, Tensor] | None:
+    def _alone_buffers(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Where a draft's attention for a single token is made, or None if it is made as any other."""
         w, splits = self.weights, -(-step.bound // ALONE_CHUNK)
         if not (self._draft and step.count == 1 and splits <= ALONE_SPLITS and self._tiles[True]["o"].slices == 0):

@@ -44,8 +44,9 @@ class FusedRunner(EagerRunner):
         draft: bool = False,
         quantization: str | None = None,
         release: bool = False,
+        invariant: bool = False,
     ) -> None:
-        """``draft``: see ``FusedModel``; ``quantization``, ``release``: see ``lower``.
+        """``draft``, ``invariant``: see ``FusedModel``; ``quantization``, ``release``: see ``lower``.
 
         There is no probe: that is for modules that may not follow their masks, and these do not run.
         """
@@ -54,7 +55,8 @@ class FusedRunner(EagerRunner):
         self.slab.allocate(weights.buffers(1, 1))
         cache = [(layer.keys, layer.values) for layer in self.slab.layers]
         self.quantization = quantization
-        self.fused = FusedModel(weights, cache, draft=draft)
+        self.fused = FusedModel(weights, cache, draft=draft, invariant=invariant)
+        self.invariant = invariant
 
     def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
         weights = self.fused.weights
@@ -75,8 +77,9 @@ class FusedRunner(EagerRunner):
         )
 
     def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
-        """See ``ModelRunner.read``. A short piece by itself is read by the kernels that decode."""
-        if not pieces or (len(pieces) == 1 and skinny_rows(len(pieces[0][1]))):
+        """See ``ModelRunner.read``. A short piece by itself is read by the kernels that decode; so is every piece, one
+        after another, where the model is invariant."""
+        if not pieces or self.invariant or (len(pieces) == 1 and skinny_rows(len(pieces[0][1]))):
             return ModelRunner.read(self, pieces, logits=logits)  # by ``forward``
         check_pieces(self.slab, pieces)
         lengths = self.slab.lengths
