@@ -55,7 +55,7 @@ def test_parts_are_few_tokens_and_together_all_of_them(rows: int, width: int) ->
 
 @pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 def test_a_cpu_needs_nothing_for_it_but_its_kernels() -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     quiet, told = (LLM(model, None, quantization="int8", max_model_len=64, invariant=wish) for wish in (False, True))
     assert set(told.report.notes) - set(quiet.report.notes) == {
         "invariant: a token's logits are the same bits alone, in any batch and in any draft"
