@@ -22,6 +22,7 @@ from headstart.machine.cpu.library import declared, instructions
 from headstart.machine.cpu.sampling import inner_for, knobs_of
 from headstart.machine.kvcache import Slab
 from headstart.maths import noise
+from headstart.maths.inner import DraftedChain
 from headstart.maths.tree import Topology
 from headstart.testing import tiny_model
 
@@ -144,7 +145,7 @@ def test_verdicts(rule: Any, on: Any) -> None:
             words = noise.keys(noise.seeds([seed], "cpu"), torch.tensor([9]), torch.arange(1, 5)[None], noise.DRAFT)
             tokens = noise.race(q[None], words)[0].tolist()
             params = SamplingParams(temperature=0.7, top_p=0.95, verification=rule)
-            found.append(judged(x, params, rule, seed=seed, base=9, tokens=tokens, q=q))
+            found.append(judged(x, DraftedChain(params, rule, seed, [0] * 9, 9, tokens, q)))
         return found
 
     native, other = on(work)
