@@ -171,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {key: getattr(given, key) for key in ("batches", "tokens", "turns")}
     # The time that models take to be made counts: it is spent on the same machine.
     name = "quick" if given.quick else "gpu-" + given.shape if given.device == "cuda" else "cpu"
-    path = given.out / f"never-slower-{name}.json"
+    stem = {"slower": "never-slower", "best": "near-best", "kinds": "near-best-kinds"}[given.parts[0]]
+    path = given.out / f"{stem}-{name}.json"
     report = Report(path, settings | {"weights": "real" if given.weights or name == "cpu" else "random"}, given.seconds)
     if given.quick:
         setting = tiny_setting(rows)

@@ -258,7 +258,8 @@ def generate_batch(model: Any, prompts: list[list[int]], tokens: int) -> dict[st
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     known = inspect.signature(model.generate_batch).parameters
     options: dict[str, Any] = {"persistent_manager": True} if "persistent_manager" in known else {}
-    model.generate_batch(prompts, generation_config=config, **options)
+    others = [prompt[::-1] for prompt in prompts]  # it keeps prompts that it has read
+    model.generate_batch(others, generation_config=config, **options)
     started = time.perf_counter()
     answers = list(model.generate_batch(prompts, generation_config=config, **options).values())
     wall = time.perf_counter() - started
