@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 from headstart import LLM, SamplingParams
 from headstart.lab.grow import grow
-from headstart.machine.embedded import embedded_folder
-from headstart.machine.loading import load
+from headstart.machine.load.embedded import embedded_folder
+from headstart.machine.load.loading import load
 
 console = Console(width=140)
 System = Callable[[list[int], int], tuple[list[int], float]]  # (prompt ids, tokens) -> (ids, seconds)

@@ -31,7 +31,7 @@ from pairs import small_model
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
 from headstart.lab.grow import SHAPES, cut, grow
-from headstart.machine import fused
+from headstart.machine import gpu
 from headstart.maths.cost import CostModel
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "verification": "block"}
@@ -128,13 +128,13 @@ class Bench:
 
     def modules(self, gamma: int) -> dict[str, Any]:
         """The same model through Hugging Face's own modules, recorded: what a model without fused kernels gets."""
-        available, fused.available = fused.available, lambda: "switched off for this part"
+        available, gpu.available = gpu.available, lambda: "switched off for this part"
         try:
             llm = self.llm(self.small, gamma)
             few = self.ids[:2]
             return {"plain": speed(llm, few, 96, gamma=0), f"speculative_{gamma}": speed(llm, few, 192, gamma=gamma)}
         finally:
-            fused.available = available
+            gpu.available = available
 
     def cut_draft(self, gamma: int) -> dict[str, Any]:
         """A draft with fewer layers: is the measured speed-up what the cost model says?"""

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from common import as_json
 
 from headstart.lab.grow import SHAPES, Shape
-from headstart.machine.fused import kernels_matmul as km
-from headstart.machine.fused import kernels_sampling as ks
-from headstart.machine.fused.kernels_attention import attend
-from headstart.machine.fused.kernels_heads import Heads
-from headstart.machine.fused.plan import AttentionTile, Tile, tile
-from headstart.machine.fused.rounding import plain
+from headstart.machine.gpu.kernels import matmul as km
+from headstart.machine.gpu.kernels import sampling as ks
+from headstart.machine.gpu.kernels.attention import attend
+from headstart.machine.gpu.kernels.heads import Heads
+from headstart.machine.gpu.tiles import AttentionTile, Tile, tile
+from headstart.machine.quantize import plain
 from headstart.maths import noise as draws
 
 SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)

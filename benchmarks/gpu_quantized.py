@@ -30,8 +30,8 @@ from torch.nn.functional import cross_entropy
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
 from headstart.lab.grow import SHAPES, grow
-from headstart.machine.fused.rounding import rounded
-from headstart.machine.loading import load
+from headstart.machine.load.loading import load
+from headstart.machine.quantize import rounded
 
 WINDOW, STEP = 512, 16
 KINDS: tuple[Any, ...] = (None, "int8", "int4")
@@ -142,7 +142,7 @@ class Bench:
         return self.plain(llm) | perplexity(llm, self.text)
 
     def pair(self, kind: Any, draft_kind: Any, *, whole: bool) -> dict[str, Any]:
-        """The big target with the small draft. ``whole``: with perplexity and the proof of equal tokens."""
+        """The big target with the small draft. ``one_kernel``: with perplexity and the proof of equal tokens."""
         started = time.perf_counter()
         llm = self.llm(self.big, kind, self.small, draft_kind)
         ready = time.perf_counter() - started
@@ -207,7 +207,7 @@ def todo(bench: Bench) -> dict[str, Callable[[], Any]]:
 def write_text(path: Path, tokens: int, data: Path) -> None:
     from perplexity import text
 
-    from headstart.machine.embedded import embedded_folder
+    from headstart.machine.load.embedded import embedded_folder
 
     tokenizer: Any = load(embedded_folder(), dtype="float32", device="cpu").tokenizer
     path.write_text(json.dumps(tokenizer(text(data)).input_ids[:tokens]))

@@ -18,10 +18,10 @@ from collections.abc import Callable  # noqa: E402
 from typing import Any  # noqa: E402
 
 from headstart import LLM, SamplingParams  # noqa: E402
-from headstart.engine import opening as recording  # noqa: E402
+from headstart.engine import recording as recording  # noqa: E402
 from headstart.engine.captured import CapturedRounds  # noqa: E402
-from headstart.machine import opening  # noqa: E402
-from headstart.machine.fused import ahead  # noqa: E402
+from headstart.machine.gpu.compile import precompile  # noqa: E402
+from headstart.machine.load import open  # noqa: E402
 
 
 class Phases:
@@ -29,10 +29,10 @@ class Phases:
 
     def __init__(self) -> None:
         self._places = {
-            "loading": (opening, "load"),
+            "loading": (open, "load"),
             "rehearsing_and_compiling": (recording, "_compile"),
-            "compiling": (ahead, "_compile"),
-            "workers": (ahead._Helper, "finish"),
+            "compiling": (precompile, "_compile"),
+            "workers": (precompile._Helper, "finish"),
             "recording": (CapturedRounds, "warm_up"),
         }
         self.seconds = dict.fromkeys(self._places, 0.0)
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--gamma", default="auto")
     args = parser.parse_args()
     gamma = args.gamma if args.gamma == "auto" else int(args.gamma)
-    compiled_before = ahead._begun(ahead._folder())
+    compiled_before = precompile._begun(precompile._folder())
     imported = time.perf_counter() - _BEGUN
     started = time.perf_counter()
     with Phases() as phases:

@@ -21,12 +21,12 @@ from gpu_kernels import BF16, SMOL, VOCAB, gap, say, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.lab.grow import SHAPES, Shape, grow
-from headstart.machine import fused
-from headstart.machine.fused import model as fused_model
-from headstart.machine.fused.ahead import rehearsal
-from headstart.machine.fused.lower import lower
-from headstart.machine.fused.model import FusedModel
-from headstart.machine.fused.plan import Tile
+from headstart.machine import gpu
+from headstart.machine.gpu import model as fused_model
+from headstart.machine.gpu.compile.precompile import rehearsal
+from headstart.machine.gpu.model import FusedModel
+from headstart.machine.gpu.tiles import Tile
+from headstart.machine.lower import lower
 
 
 def llama(s: Shape, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -117,10 +117,10 @@ STEPS = {"135m": [*CASES, (1, 2, 256), (8, 1, 256), (1, 1, 1000)], "8b": [*CASES
 
 def steps_small() -> dict[str, Any]:
     model = llama(SMOL, BF16)
-    fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
+    fast = gpu.fuse(model, rows=32, capacity=1152, draft=True)
     found: dict[str, Any] = {"errors": errors(model, fast)}
     model = llama(SMOL, BF16)
-    fast = fused.fuse(model, rows=32, capacity=1152, draft=True)
+    fast = gpu.fuse(model, rows=32, capacity=1152, draft=True)
     found["steps"] = step_times(fast, "135m", STEPS["135m"])
     found["without"] = without(fast, "135m")
     return found

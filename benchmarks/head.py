@@ -22,7 +22,7 @@ from rich.table import Table
 from headstart import LLM, SamplingParams
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.model import ModelDrafter
-from headstart.machine.embedded import embedded_draft, embedded_folder
+from headstart.machine.load.embedded import embedded_draft, embedded_folder
 
 console = Console()
 

@@ -20,8 +20,8 @@ from common import RESULTS, geometric_mean, machine, median, prompts, save, set_
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from headstart.machine.embedded import embedded_folder
-from headstart.machine.loading import load
+from headstart.machine.load.embedded import embedded_folder
+from headstart.machine.load.loading import load
 
 console = Console(width=140)
 

@@ -22,7 +22,7 @@ from pairs import Noise, Setting, answers, cpu_pair
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
-from headstart.machine.loading import load
+from headstart.machine.load.loading import load
 
 Prompts = Callable[[int], list[list[int]]]  # of a turn
 

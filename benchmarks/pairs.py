@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.lab.grow import SHAPES, Shape, grow
-from headstart.machine.embedded import embedded_folder
-from headstart.machine.loading import load
+from headstart.machine.load.embedded import embedded_folder
+from headstart.machine.load.loading import load
 from headstart.testing import TINY_VOCABULARY, tiny_model
 
 SMALL = {  # the shape of SmolLM2-135M

@@ -25,7 +25,7 @@ from typing import Any
 
 from common import KINDS, geometric_mean, median
 
-from headstart.machine.embedded import cache_folder, embedded_folder
+from headstart.machine.load.embedded import cache_folder, embedded_folder
 
 HERE = Path(__file__).parent
 REST = 0.1  # seconds between two systems: worker threads spin a little before they sleep

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 
 from headstart.machine.cpu.packed import pack_model
 from headstart.machine.cpu.runner import CpuRunner
-from headstart.machine.embedded import _wheel_file, embedded_folder
-from headstart.machine.loading import load, read_gguf
+from headstart.machine.load.embedded import _wheel_file, embedded_folder
+from headstart.machine.load.loading import load, read_gguf
 
 WINDOW = 512
 

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController, controller_for
 from headstart.lab.grow import SHAPES, grow
-from headstart.machine.loading import load
+from headstart.machine.load.loading import load
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

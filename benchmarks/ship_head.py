@@ -29,7 +29,7 @@ from headstart.distill.shards import Corpus, Story, write_shard
 from headstart.distill.students import Batch, HeadStudent, ModelStudent, Reading, Student, Teacher
 from headstart.distill.train import Mark, Trainer, TrainSettings
 from headstart.machine.head import HeadNet, load_head
-from headstart.machine.loading import load
+from headstart.machine.load.loading import load
 from headstart.maths.cost import CostModel
 from headstart.maths.noise import derive
 

@@ -16,7 +16,7 @@ import torch
 from headstart.distill.losses import Goal, acceptance, draft_tau
 from headstart.distill.shards import Story
 from headstart.distill.students import Batch, Reading, Student, Teacher
-from headstart.machine.loading import eos_ids
+from headstart.machine.load.loading import eos_ids
 from headstart.maths.cost import round_tokens
 
 

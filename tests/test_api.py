@@ -13,8 +13,8 @@ import torch
 from headstart import LLM, InvalidParameter, ModelRefused, PromptTooLong, SamplingParams, speculative_decode
 from headstart.drafters.base import Drafter
 from headstart.errors import GenerationFailed
-from headstart.machine.loading import quiet
-from headstart.machine.progress import telling
+from headstart.machine.load.loading import quiet
+from headstart.progress import telling
 from headstart.testing import TINY_VOCABULARY, ScriptedDrafter, tiny_model, tiny_tokenizer
 from headstart.types import DraftView, Proposal
 

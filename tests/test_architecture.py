@@ -23,6 +23,7 @@ FLOORS = {
     "engine": 4,
     "lab": 5,
     "assembly": 5,
+    "progress": 5,
     "distill": 5,
     "deploy": 5,
     "testing": 5,
@@ -42,6 +43,7 @@ NEIGHBOURS = {
     *((ground, "errors") for ground in ("types", "sampling", "values", "config")),
     ("controller", "control"),
     ("lab", "distill"),
+    ("assembly", "progress"),
 }
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}
 EXTRA = {

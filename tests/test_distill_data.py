@@ -15,7 +15,7 @@ from headstart.distill.data import DataSettings, make_data, read_prompts
 from headstart.distill.openers import OPENERS
 from headstart.distill.selfplay import SelfPlay, chat_marks
 from headstart.distill.shards import Corpus, Story, finished_shards, read_shard, write_shard
-from headstart.machine.loading import Loaded, load
+from headstart.machine.load.loading import Loaded, load
 from headstart.testing import tiny_model
 
 SMALL = DataSettings(sequences=14, shard=4, temperatures=(0.0, 1.0), prompt_tokens=24, answer_tokens=10, rows=3, seed=5)

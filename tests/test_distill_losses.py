@@ -11,7 +11,7 @@ import torch
 from headstart import InvalidParameter
 from headstart.distill import losses
 from headstart.distill.losses import Goal, acceptance, check_loss, distance, draft_tau
-from headstart.machine import fused
+from headstart.machine import gpu
 
 P = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.1, 0.7]])
 LOGITS = P.clamp_min(1e-30).log()
@@ -88,7 +88,7 @@ def test_unknown_losses_are_named() -> None:
         check_loss("square")
 
 
-@pytest.mark.skipif(fused.available() is not None, reason=str(fused.available()))
+@pytest.mark.skipif(gpu.available() is not None, reason=str(gpu.available()))
 @(pytest.mark.slow if INTERPRETED else pytest.mark.gpu)
 @pytest.mark.parametrize("all_words", [False, True])
 def test_fused_kernels_give_the_same_losses_and_slopes(all_words: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from headstart.distill.card import draw_curve
 from headstart.distill.data import DataSettings
 from headstart.distill.make import DistillSettings, distill
 from headstart.distill.train import Mark, TrainSettings
-from headstart.machine.loading import load
+from headstart.machine.load.loading import load
 from headstart.testing import tiny_model
 
 WORDS = 40

@@ -18,7 +18,7 @@ from headstart.distill.shapes import draft_vocabulary, head_for, shallow_copy, w
 from headstart.distill.shards import Corpus
 from headstart.distill.students import HeadStudent, ModelStudent, Student, Teacher
 from headstart.distill.train import Mark, Trainer, TrainSettings
-from headstart.machine.loading import load
+from headstart.machine.load.loading import load
 from headstart.maths.cost import CostModel
 from headstart.testing import tiny_model
 

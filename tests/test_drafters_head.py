@@ -17,12 +17,12 @@ from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
 from headstart.distill.students import Batch, HeadStudent, Teacher
+from headstart.drafters.draft_sampler import Pen
 from headstart.drafters.head import HeadDrafter
-from headstart.drafters.pen import Pen
 from headstart.engine.engine import Engine
 from headstart.machine import int8
-from headstart.machine.embedded import embedded_draft
 from headstart.machine.head import HeadNet, head_folder, load_head, save_head
+from headstart.machine.load.embedded import embedded_draft
 from headstart.machine.runner import EagerRunner
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import DraftView, Proposal, Request

@@ -27,14 +27,14 @@ from headstart.engine.captured import CapturedRounds, draft_lengths
 from headstart.engine.engine import Engine
 from headstart.engine.overlap import OverlappedRounds
 from headstart.engine.programs import Shape
-from headstart.machine.graphs import Recording
+from headstart.machine.gpu.graphs import Recording
 from headstart.machine.runner import EagerRunner
 from headstart.maths.chance import CounterChance
 from headstart.maths.distribution import probabilities
-from headstart.maths.inner import PLAIN, Inner
 from headstart.maths.noise import race
 from headstart.maths.tree import Topology
 from headstart.maths.verify import chain_rules
+from headstart.maths.vocab_ops import PLAIN, Inner
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import Completion, Request
 

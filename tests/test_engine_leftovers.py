@@ -18,9 +18,8 @@ import pytest
 import torch
 from engines import table, table_engine
 
-from headstart import LLM, InvalidParameter, Proposal, SamplingParams
+from headstart import LLM, InvalidParameter, Proposal, SamplingParams, progress
 from headstart.engine.outcome import Rows
-from headstart.machine import progress
 from headstart.machine.cpu.build import why_not
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed
 from headstart.testing import ScriptedDrafter, tiny_model

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from headstart import LLM, ModelNotFound
-from headstart.engine import opening as recording
-from headstart.machine import fused, opening
-from headstart.machine.fused import ahead
+from headstart.engine import recording as recording
+from headstart.machine import gpu
+from headstart.machine.gpu.compile import precompile
+from headstart.machine.load import open
 from headstart.testing import tiny_model
 
 CUDA, CPU = {"device": "cuda"}, {"device": "cpu"}
@@ -25,8 +26,8 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each time that what compiles is started."""
     found: list[str] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(fused, "available", lambda: None)
-    monkeypatch.setattr(ahead, "expected", lambda: (found.append("started"), nullcontext())[1])
+    monkeypatch.setattr(gpu, "available", lambda: None)
+    monkeypatch.setattr(precompile, "expected", lambda: (found.append("started"), nullcontext())[1])
     return found
 
 
@@ -36,21 +37,21 @@ def saved(tmp_path: Path, architecture: str) -> Path:
 
 
 def test_what_compiles_starts_for_models_that_will_want_it(entered: list[str], tmp_path: Path) -> None:
-    opening.ready_to_compile(saved(tmp_path, "llama"), CUDA)
-    opening.ready_to_compile(None, CUDA)  # the embedded model
+    open.ready_to_compile(saved(tmp_path, "llama"), CUDA)
+    open.ready_to_compile(None, CUDA)  # the embedded model
     assert len(entered) == 2
 
 
 def test_and_for_no_others(entered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama = saved(tmp_path, "llama")
-    opening.ready_to_compile(llama, CPU)
-    opening.ready_to_compile(None, CPU)
-    opening.ready_to_compile(saved(tmp_path, "gpt2"), CUDA)
-    opening.ready_to_compile(tiny_model("llama"), CUDA)  # it is not on a GPU
-    opening.ready_to_compile(tmp_path / "nothing", CUDA)
-    opening.ready_to_compile("somebody/a-model-that-was-never-fetched", CUDA)
-    monkeypatch.setattr(fused, "available", lambda: "the package triton is not installed")
-    opening.ready_to_compile(llama, CUDA)
+    open.ready_to_compile(llama, CPU)
+    open.ready_to_compile(None, CPU)
+    open.ready_to_compile(saved(tmp_path, "gpt2"), CUDA)
+    open.ready_to_compile(tiny_model("llama"), CUDA)  # it is not on a GPU
+    open.ready_to_compile(tmp_path / "nothing", CUDA)
+    open.ready_to_compile("somebody/a-model-that-was-never-fetched", CUDA)
+    monkeypatch.setattr(gpu, "available", lambda: "the package triton is not installed")
+    open.ready_to_compile(llama, CUDA)
     assert entered == []
 
 
@@ -103,5 +104,5 @@ def test_whoever_is_told_can_stop_it() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "expected", lambda: pytest.fail("started"))
+    monkeypatch.setattr(precompile, "expected", lambda: pytest.fail("started"))
     LLM(tiny_model("llama"), "lookup", max_model_len=64)

@@ -13,11 +13,11 @@ from statistics_tools import chi_squared
 from headstart import LLM, SamplingParams
 from headstart.engine.overlap import OverlappedRounds
 from headstart.engine.players import players
-from headstart.machine import fused
+from headstart.machine import gpu
 from headstart.machine.head import HeadConfig, HeadNet, save_head
 from headstart.machine.runner import EagerRunner
 from headstart.maths import noise
-from headstart.maths.inner import PLAIN
+from headstart.maths.vocab_ops import PLAIN
 from headstart.maths.warp import Warp
 from headstart.testing import tiny_model
 
@@ -216,7 +216,7 @@ def test_the_recorded_sampler_follows_the_target(rule: str, warp: dict[str, Any]
 @pytest.mark.parametrize("size", [112, 49152, 151936])
 def test_the_kernels_of_the_inner_loops(size: int) -> None:
     """Keys bit for bit, and the same tokens and distributions as the plain loops."""
-    inner = fused.inner_loops(torch.device("cuda"))
+    inner = gpu.inner_loops(torch.device("cuda"))
     assert inner is not PLAIN
     generator = torch.Generator("cuda").manual_seed(size)
     logits = torch.randn(4, 5, size, device="cuda", generator=generator) * 3

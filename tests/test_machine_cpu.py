@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from headstart.machine.cpu import build
 from headstart.machine.cpu import packed as packed_module
 from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
-from headstart.machine.cpu.pace import PAUSE, Pace
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.runner import CpuRunner
+from headstart.machine.cpu.threads import PAUSE, Pace
 from headstart.maths.tree import Topology
 from headstart.testing import TINY_VOCABULARY, tiny_model
 

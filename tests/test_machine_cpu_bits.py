@@ -22,8 +22,8 @@ from headstart.machine.cpu.library import declared, instructions
 from headstart.machine.cpu.sampling import inner_for, knobs_of
 from headstart.machine.kvcache import Slab
 from headstart.maths import noise
-from headstart.maths.inner import DraftedChain
 from headstart.maths.tree import Topology
+from headstart.maths.vocab_ops import DraftedChain
 from headstart.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))

@@ -92,11 +92,11 @@ def test_what_is_compiled_is_what_it_is_named_by(cold: Path, tmp_path: Path, mon
     for name, content in build._sources().items():
         (sources / name).write_bytes(content)
     monkeypatch.setattr(build, "SOURCES", sources)
-    seen, before = tmp_path / "seen.cpp", (sources / "word.cpp").read_bytes()
+    seen, before = tmp_path / "seen.cpp", (sources / "draft_token.cpp").read_bytes()
     compiler = Compiler(tmp_path / "one")
     text = compiler.path.read_text()
-    change = f"echo '// newer' >> '{sources}/word.cpp'\n"  # at the first call, whatever it asks for
-    keep = f'for one in "$@"; do case "$one" in *word.cpp) cat "$one" > \'{seen}\';; esac; done\n'
+    change = f"echo '// newer' >> '{sources}/draft_token.cpp'\n"  # at the first call, whatever it asks for
+    keep = f'for one in "$@"; do case "$one" in *draft_token.cpp) cat "$one" > \'{seen}\';; esac; done\n'
     compiler.path.write_text(text.replace("#!/bin/sh\n", "#!/bin/sh\n" + change + keep))
     use(monkeypatch, compiler)
     build.compiled("native")

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.errors import HeadstartWarning, ModelNotFound, ModelRefused
-from headstart.machine import embedded
 from headstart.machine.cpu import build
 from headstart.machine.cpu.library import instructions
 from headstart.machine.cpu.packed import pack_model, save_packed
 from headstart.machine.head import HeadConfig, HeadNet, save_head
-from headstart.machine.loading import capability
-from headstart.machine.outline import report_text
+from headstart.machine.load import embedded
+from headstart.machine.load.loading import capability
+from headstart.machine.load.model_info import report_text
 from headstart.testing import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -231,7 +231,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from headstart import LLM, SamplingParams
-from headstart.machine import embedded
+from headstart.machine.load import embedded
 from headstart.testing import tiny_model, tiny_tokenizer
 
 def read(path):

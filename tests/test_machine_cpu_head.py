@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
+from headstart.drafters.draft_sampler import Pen
 from headstart.drafters.head import HeadDrafter
-from headstart.drafters.pen import Pen
 from headstart.engine.engine import Engine
 from headstart.machine.cpu.build import ISAS, load_kernels
 from headstart.machine.cpu.head import HeadKernel, why_not
@@ -23,8 +23,8 @@ from headstart.machine.cpu.sampling import knobs_of
 from headstart.machine.head import HeadConfig, HeadNet
 from headstart.machine.kvcache import Slab
 from headstart.machine.runner import EagerRunner
-from headstart.maths.inner import Rule
 from headstart.maths.limits import AGREEMENT_HEAT
+from headstart.maths.vocab_ops import Rule
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import DraftView, Proposal, Request, SamplingParams
 

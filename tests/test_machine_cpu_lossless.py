@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from headstart import LLM, SamplingParams
 from headstart.errors import HeadstartWarning, InvalidParameter, ModelRefused
 from headstart.machine.cpu import build
-from headstart.machine.cpu.opening import threads_for
+from headstart.machine.cpu.open import threads_for
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.machine.head import HeadConfig, HeadNet, save_head
 from headstart.testing import tiny_model
@@ -118,7 +118,7 @@ def test_what_cannot_be_rounded_is_refused() -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.machine.cpu.opening.no_kernels", lambda: "no C++ compiler found")
+    monkeypatch.setattr("headstart.machine.cpu.open.no_kernels", lambda: "no C++ compiler found")
     with pytest.raises(ModelRefused, match=r"no C\+\+ compiler found; use quantization=None"):
         LLM(target(), None, max_model_len=64, quantization="int8")
     with pytest.warns(HeadstartWarning, match=r"the draft model runs in float32.*no C\+\+ compiler found"):
@@ -135,7 +135,7 @@ def test_the_number_of_threads_is_measured_once(monkeypatch: pytest.MonkeyPatch,
     assert not (tmp_path / "threads").exists()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     speeds = {1: 2.0, 2: 1.0}
-    monkeypatch.setattr("headstart.machine.cpu.opening._seconds", lambda r, count: speeds[count])
+    monkeypatch.setattr("headstart.machine.cpu.open._seconds", lambda r, count: speeds[count])
     assert threads_for(runner) == 2
     speeds[1] = 0.5
     assert threads_for(runner) == 2  # remembered

@@ -19,8 +19,8 @@ from headstart.machine.cpu import build
 from headstart.machine.cpu.sampling import inner_for
 from headstart.maths import noise
 from headstart.maths.distribution import History, probabilities, processed
-from headstart.maths.inner import DraftedChain, Inner, Rule
 from headstart.maths.tree import Topology
+from headstart.maths.vocab_ops import DraftedChain, Inner, Rule
 from headstart.maths.warp import Warp
 from headstart.testing import ScriptedDrafter
 from headstart.types import DraftView, Proposal, Request, SamplingParams

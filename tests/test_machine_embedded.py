@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headstart.errors import ModelNotFound
-from headstart.machine import embedded
-from headstart.machine.embedded import cache_folder, embedded_folder
-from headstart.machine.loading import Loaded, eos_ids, load
+from headstart.machine.load import embedded
+from headstart.machine.load.embedded import cache_folder, embedded_folder
+from headstart.machine.load.loading import Loaded, eos_ids, load
 from headstart.machine.runner import EagerRunner
 
 pytestmark = pytest.mark.skipif(

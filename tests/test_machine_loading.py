@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from headstart.errors import InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
-from headstart.machine import loading
-from headstart.machine.loading import Loaded, capability, eos_ids, load, same_tokenizer
+from headstart.machine.load import loading
+from headstart.machine.load.loading import Loaded, capability, eos_ids, load, same_tokenizer
 from headstart.testing import ARCHITECTURES, REFUSED_ARCHITECTURES, TINY_VOCABULARY, tiny_model, tiny_tokenizer
 
 

@@ -17,9 +17,9 @@ from test_drafters_head import head as make_head
 
 from headstart.api import LLM
 from headstart.errors import HeadstartError, ModelNotFound, ModelRefused
-from headstart.machine.embedded import embedded_draft
 from headstart.machine.head import load_head, save_head
-from headstart.machine.loading import load, quiet
+from headstart.machine.load.embedded import embedded_draft
+from headstart.machine.load.loading import load, quiet
 from headstart.testing import tiny_model, tiny_tokenizer
 
 

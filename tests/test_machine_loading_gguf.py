@@ -15,10 +15,10 @@ from gguf_files import write_gguf
 
 from headstart.api import LLM
 from headstart.errors import HeadstartError, MissingExtra, ModelNotFound, ModelRefused
-from headstart.machine import gguf
 from headstart.machine.cpu.build import why_not as no_kernels
-from headstart.machine.gguf import read_header
-from headstart.machine.loading import eos_ids, load
+from headstart.machine.load import gguf
+from headstart.machine.load.gguf import read_header
+from headstart.machine.load.loading import eos_ids, load
 from headstart.testing import tiny_model
 
 

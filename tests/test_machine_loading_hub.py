@@ -14,9 +14,9 @@ from huggingface_hub import constants
 
 from headstart.api import LLM
 from headstart.errors import InvalidParameter, ModelNotFound
-from headstart.machine import hub
-from headstart.machine.hub import Remote, architecture, found_at, out_of_reach
-from headstart.machine.loading import load, quiet
+from headstart.machine.load import hub
+from headstart.machine.load.hub import Remote, architecture, found_at, out_of_reach
+from headstart.machine.load.loading import load, quiet
 from headstart.testing import tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

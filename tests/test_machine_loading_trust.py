@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from headstart.api import LLM
 from headstart.cli.main import app
 from headstart.errors import ModelRefused
-from headstart.machine.loading import load, quiet
+from headstart.machine.load.loading import load, quiet
 from headstart.testing import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]

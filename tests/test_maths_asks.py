@@ -11,20 +11,20 @@ from engines import table, table_draft, table_engine
 from test_engine_captured import engine as captured_engine
 from test_engine_captured import run, watch
 
-from headstart.drafters import kernel_chains, pen
+from headstart.drafters import draft_sampler, head_chains
 from headstart.engine import device_rows, judge
 from headstart.machine.cpu import sampling
 from headstart.maths import distribution, warp
 from headstart.maths.asks import ASKS, DRAWING, Served, asks_of
-from headstart.maths.inner import PLAIN
+from headstart.maths.vocab_ops import PLAIN
 from headstart.types import Request, SamplingParams, Verification
 
 BACKENDS: list[Served] = [
     distribution.SERVED,
     judge.GREEDY_CHAINS,
     sampling.SERVED,
-    pen.SERVED,
-    kernel_chains.SERVED,
+    draft_sampler.SERVED,
+    head_chains.SERVED,
     *device_rows.PROGRAMS.values(),
 ]
 FIELDS = [field.name for field in fields(SamplingParams)]
@@ -128,7 +128,7 @@ def test_the_faster_loops_are_passed_by_where_only_tensors_serve(monkeypatch: py
     p = distribution.probabilities(logits, params, outputs=outputs, inner=inner)
     assert int((p > 0).sum()) == 3
     words = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    _, q = pen.draw_tokens(logits[:, 0], params, words, outputs=outputs, inner=inner)
+    _, q = draft_sampler.draw_tokens(logits[:, 0], params, words, outputs=outputs, inner=inner)
     assert q is not None
     assert torch.equal(q, p[:, 0])
 

@@ -23,7 +23,7 @@ from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine
 from headstart.engine.overlap import OverlappedRounds
 from headstart.machine.cpu.build import why_not as no_kernels
-from headstart.machine.loading import quiet
+from headstart.machine.load.loading import quiet
 from headstart.machine.runner import EagerRunner
 from headstart.testing import TableRunner, tiny_model, tiny_tokenizer
 from headstart.types import Request

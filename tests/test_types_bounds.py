@@ -15,7 +15,7 @@ from headstart import LLM, InvalidParameter, SamplingParams
 from headstart.machine.cpu import build
 from headstart.machine.cpu.sampling import inner_for
 from headstart.maths.distribution import History, argmaxes, probabilities
-from headstart.maths.inner import PLAIN, Inner
+from headstart.maths.vocab_ops import PLAIN, Inner
 from headstart.maths.warp import Warp
 from headstart.testing import tiny_model
 from headstart.values import INT64

@@ -18,7 +18,7 @@ import triton
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
-from headstart.machine.fused import compiling
+from headstart.machine.gpu.compile import compiling
 
 
 class Driver(compiling._Stand):

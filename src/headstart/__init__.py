@@ -8,7 +8,7 @@ print(llm.generate("Quantum entanglement is", SamplingParams(max_tokens=50, temp
 
 from __future__ import annotations
 
-from . import errors as _errors  # which imports nothing
+from . import errors as _errors
 
 TYPE_CHECKING = False  # typing's own, which type checkers know by its name: nothing else is imported here
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from .engine.inbox import Inbox
 from .engine.stats import EngineStats
 from .engine.stream import Claim, Stream
 from .errors import EngineBusy, InvalidParameter
-from .machine.loading import Capability
-from .machine.opening import Quantization
-from .machine.progress import Tell
+from .machine.load.loading import Capability
+from .machine.load.open import Quantization
 from .machine.text import TextCodec
+from .progress import Tell
 from .prompts import (
     Array,
     Messages,

@@ -20,14 +20,14 @@ from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
 from .engine.engine import Engine
-from .engine.opening import open_captured
+from .engine.recording import open_captured
 from .errors import InvalidParameter, ModelNotFound, ModelRefused
-from .machine.cpu.opening import check_quantization
-from .machine.embedded import embedded_draft, embedded_folder, is_embedded
+from .machine.cpu.open import check_quantization
 from .machine.head import head_folder
-from .machine.hub import Remote
-from .machine.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
-from .machine.opening import (
+from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
+from .machine.load.hub import Remote
+from .machine.load.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
+from .machine.load.open import (
     Opened,
     Quantization,
     Runner,
@@ -37,8 +37,8 @@ from .machine.opening import (
     runner_for,
     what_loads,
 )
-from .machine.progress import Tell, telling
 from .machine.text import TextCodec, TextStream
+from .progress import Tell, telling
 from .types import Request
 
 if TYPE_CHECKING:

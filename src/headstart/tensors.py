@@ -11,7 +11,7 @@ import torch
 
 from .api import LLM
 from .errors import GenerationFailed, InvalidParameter
-from .machine.progress import silent
+from .progress import silent
 from .types import SamplingParams
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .drafters.base import Drafter
 from .machine.kvcache import Slab
 from .machine.model_runner import DeviceRunner
-from .maths.inner import PLAIN, Inner
 from .maths.tree import Topology
+from .maths.vocab_ops import PLAIN, Inner
 from .types import DraftView, Proposal, Verdict
 
 __all__ = [

@@ -17,9 +17,9 @@ Glossary, used with the same meaning everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .errors import PromptTooLong
 from .sampling import SamplingParams, Verification
@@ -41,14 +41,17 @@ __all__ = [
     "Round",
     "SamplingParams",
     "Stats",
+    "Tell",
     "TokenLogprob",
     "Verdict",
     "Verification",
+    "silent",
 ]
 
 Draw = Literal["point", "iid", "distinct"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Tell: TypeAlias = Callable[[str], None]  # hears what a start-up is doing; an empty text: nothing to tell
 
 
 @dataclass(frozen=True)
@@ -304,3 +307,7 @@ class Completion:
     @property
     def error(self) -> str | None:
         return self.choices[0].error
+
+
+def silent(text: str) -> None:
+    """A ``Tell`` that tells nobody."""

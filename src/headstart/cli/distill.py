@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..errors import InvalidParameter
-from ..machine.progress import Tell, silent, telling
+from ..progress import Tell, silent, telling
 from .options import TargetOptions, section
 from .screen import describe, notes, output, show_table
 
@@ -114,8 +114,8 @@ def distill(*, out: Out, options: DistillOptions, target: TargetOptions) -> None
     with target.loading() as tell:
         from ..distill.data import read_prompts
         from ..distill.make import distill as make
-        from ..machine.embedded import HUB_ID, embedded_folder
-        from ..machine.loading import load
+        from ..machine.load.embedded import HUB_ID, embedded_folder
+        from ..machine.load.loading import load
 
         settings = options.settings()
         asked = read_prompts(options.prompts) if options.prompts is not None else None

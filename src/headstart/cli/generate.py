@@ -13,7 +13,7 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import GenerationFailed, InvalidParameter
-from ..machine.progress import silent, telling
+from ..progress import silent, telling
 from ..types import Completion, SamplingParams
 from .answers import answered, as_json, ask, in_order
 from .options import MODEL, FullSamplingOptions, ModelOptions, option, section

@@ -21,7 +21,7 @@ import typer
 
 from ..config import MAX_GAMMA, Config
 from ..errors import InvalidParameter
-from ..machine.progress import Tell, telling
+from ..progress import Tell, telling
 from ..sampling import BIAS, PENALTY
 from ..types import SamplingParams
 from .screen import facts, note, show_log

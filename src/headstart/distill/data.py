@@ -24,7 +24,7 @@ from ..control.controller import FixedController
 from ..engine.engine import Engine
 from ..errors import GenerationFailed, InvalidParameter
 from ..machine import fused
-from ..machine.loading import Loaded, eos_ids
+from ..machine.load.loading import Loaded, eos_ids
 from ..machine.runner import EagerRunner
 from ..machine.text import TextCodec
 from ..maths.noise import derive

@@ -50,7 +50,7 @@ class Goal:
         """From the target's logits [M, V]; ``ids`` [W] are the draft's words (None: all). In pieces, to save memory."""
         heat = heat[:, None].float()
         if _lowered(logits):
-            from ..machine.fused.kernels_distance import log_probs
+            from ..machine.gpu.kernels.distance import log_probs
 
             found, peaks = log_probs(logits, ids, heat[:, 0], _LEAST)
             return Goal(found, peaks if ids is None else _placed(peaks, ids), heat)
@@ -86,7 +86,7 @@ class _Distance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, log_p: Tensor, heat: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-        from ..machine.fused.kernels_distance import sums
+        from ..machine.gpu.kernels.distance import sums
 
         logits = logits.contiguous()
         found = sums(logits, log_p, heat)
@@ -99,7 +99,7 @@ class _Distance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        from ..machine.fused.kernels_distance import slope
+        from ..machine.gpu.kernels.distance import slope
 
         logits, log_p, heat, found, weights = ctx.saved_tensors
         return slope(logits, log_p, heat, found, weights * (grads[0] / len(logits))), None, None, None
@@ -131,7 +131,7 @@ def acceptance(goal: Goal, logits: Tensor) -> tuple[Tensor, Tensor]:
     """At every position [M]: the chance that a drawn token is accepted, and whether the greedy guess is right."""
     right = (logits.argmax(-1) == goal.best).float()
     if _lowered(logits):
-        from ..machine.fused.kernels_distance import sums
+        from ..machine.gpu.kernels.distance import sums
 
         return sums(logits.contiguous(), goal.log_p, goal.heat[:, 0].contiguous())[1], right
     q = (logits.float() / goal.heat).softmax(-1)

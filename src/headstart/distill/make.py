@@ -20,7 +20,7 @@ from ..drafters.base import Drafter
 from ..drafters.head import HeadDrafter
 from ..drafters.model import ModelDrafter
 from ..errors import InvalidParameter
-from ..machine.loading import Loaded, eos_ids, load, same_tokenizer
+from ..machine.load.loading import Loaded, eos_ids, load, same_tokenizer
 from ..machine.runner import EagerRunner
 from ..maths.cost import CostModel
 from ..values import at_least_one

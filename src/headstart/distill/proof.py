@@ -15,7 +15,7 @@ from ..control.controller import FixedController
 from ..drafters.base import Drafter
 from ..engine.engine import Engine
 from ..engine.stats import Tally
-from ..machine.loading import Loaded, eos_ids
+from ..machine.load.loading import Loaded, eos_ids
 from ..machine.runner import EagerRunner
 from ..maths.cost import CostModel
 from ..types import Choice, Request, Round, SamplingParams

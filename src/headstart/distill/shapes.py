@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import InvalidParameter
 from ..machine.head import HeadConfig, HeadNet
-from ..machine.watch import decoder_layers
+from ..machine.hidden_states import decoder_layers
 
 __all__ = ["draft_vocabulary", "head_for", "narrow_copy", "shallow_copy", "watched_layers"]
 

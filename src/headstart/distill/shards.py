@@ -2,7 +2,7 @@
 
 Knows: the files and how a batch is cut from them. Does not know: how the text came about, or what it is used for.
 
-A folder holds ``plan.json`` (what was asked for) and ``shard-00000.safetensors`` ...: sequences one behind the other.
+A folder holds ``tiles.json`` (what was asked for) and ``shard-00000.safetensors`` ...: sequences one behind the other.
 A run that was killed leaves finished shards and perhaps a temporary file; the next run with the same plan goes on
 behind them.
 """

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..machine.files import make_readable
 from ..machine.head import HeadNet, save_head
-from ..machine.loading import quiet
-from ..machine.watch import Watch
+from ..machine.hidden_states import Watch
+from ..machine.load.loading import quiet
 
 __all__ = ["Batch", "HeadStudent", "ModelStudent", "Reading", "Student", "Teacher"]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a drafter may do without
     from ..machine.cpu.library import MatrixRecord
     from ..machine.kvcache import Slab
     from ..machine.model_runner import DeviceRunner, ModelRunner
-    from ..maths.inner import Inner
+    from ..maths.vocab_ops import Inner
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -125,8 +125,8 @@ class Drafter(ABC):
     #: True when the drafter itself ends a draft that is not likely enough to hold, by ``Controller.least_hope``: the
     #: budget is then only a ceiling.
     ends_itself: bool = False
-    #: True when q comes straight from the sampler that drew the tokens (``pen``): its shape is still checked in every
-    #: round, but no longer whether its values are a distribution.
+    #: True when q comes straight from the sampler that drew the tokens (``draft_sampler``): its shape is still
+    #: checked in every round, but no longer whether its values are a distribution.
     sound_q: bool = False
     #: True when drafting runs a model on torch, which then keeps its threads whatever the target runs on.
     needs_torch: bool = False

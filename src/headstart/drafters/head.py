@@ -20,14 +20,14 @@ from torch import Tensor
 from ..errors import ModelRefused
 from ..machine.cpu.build import why_not as no_kernels
 from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
-from ..machine.cpu.opening import fall_back
+from ..machine.cpu.open import fall_back
 from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..maths.limits import LEAST_HOPE
 from ..types import DraftView, Proposal
 from .base import DraftContext, Drafter, TargetView
-from .kernel_chains import kernel_chains
-from .pen import Pen
+from .draft_sampler import Pen
+from .head_chains import kernel_chains
 
 __all__ = ["HeadDrafter"]
 

@@ -19,7 +19,7 @@ from ..machine.model_runner import DeviceRunner, ModelRunner
 from ..machine.reading import shares, waits_for
 from ..types import DraftView, Proposal
 from .base import DeviceDrafter, DraftContext, Drafter
-from .pen import Pen, fit
+from .draft_sampler import Pen, fit
 
 __all__ = ["ModelDrafter"]
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import DeviceDrafter
-from ..machine.graphs import Recorder, Recording
+from ..machine.gpu.graphs import Recorder, Recording
 from ..machine.model_runner import DeviceRunner
-from ..maths.inner import PLAIN, Inner
+from ..maths.vocab_ops import PLAIN, Inner
 from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
 from .outcome import DraftFailed, Outcome

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..types import Proposal
+from .context import Parts
 from .outcome import Rows
-from .parts import Parts
 from .proposal_check import checked
 from .sequence import Sequence
 

@@ -28,9 +28,9 @@ from ..errors import EngineBusy, GenerationFailed, HeadstartError, InvalidParame
 from ..machine.model_runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
+from .context import Parts
 from .handle import Handle
 from .listeners import Listeners
-from .parts import Parts
 from .players import players
 from .reading import read
 from .reception import Reception

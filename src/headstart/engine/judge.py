@@ -20,9 +20,9 @@ import torch
 from ..maths import noise
 from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.distribution import History, Nodes, Warp, argmaxes, probabilities
-from ..maths.inner import PLAIN, DraftedChain, Inner, Rule
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
+from ..maths.vocab_ops import PLAIN, DraftedChain, Inner, Rule
 from ..types import Draw, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 

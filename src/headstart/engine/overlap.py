@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..machine.graphs import Recorder, Recording
+from ..machine.gpu.graphs import Recorder, Recording
 from ..machine.model_runner import DeviceRunner
 from ..maths import noise
 from .captured import CapturedRounds, Flight

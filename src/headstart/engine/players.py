@@ -18,11 +18,11 @@ import torch
 
 from ..types import TokenLogprob, Verdict
 from .captured import CapturedRounds
+from .context import Parts
 from .device_rows import served
 from .drafting import Drafted, HostDrafts
 from .judge import Batch, judge, logprobs_along
 from .outcome import Outcome, Rows
-from .parts import Parts
 from .sequence import Sequence
 
 __all__ = ["Player", "logprobs_of", "players"]

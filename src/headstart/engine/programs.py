@@ -2,7 +2,7 @@
 
 Knows: the order of a round's work on the device. Does not know: when it is played, or who reads what comes of it.
 
-How a token is drawn is ``drafters.pen``'s business and how it is judged ``judge``'s; both are the eager path's own.
+How a token is drawn is ``draft_sampler``'s business, how it is judged ``judge``'s; both are the eager path's own.
 Nothing here reads a tensor on the host, so on a GPU a program is recorded once and replayed; elsewhere it is called.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import DeviceDrafter
-from ..drafters.pen import draft_keys, draw_tokens
+from ..drafters.draft_sampler import draft_keys, draw_tokens
 from ..machine.model_runner import DeviceRunner
 from ..maths.distribution import probabilities
-from ..maths.inner import PLAIN, Inner
 from ..maths.noise import Keys
 from ..maths.tree import Topology
 from ..maths.verify import Verdicts, coupled_rule
+from ..maths.vocab_ops import PLAIN, Inner
 from ..maths.warp import History, Warp
 from ..sampling import MAX_LOGPROBS
 from ..types import Draw
@@ -165,7 +165,7 @@ class Programs:
         history: History | None = None,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``drafters.pen.draw_tokens``."""
+        """See ``drafters.draft_sampler.draw_tokens``."""
         return draw_tokens(logits, warp, keys, outputs=outputs, history=history, inner=self.inner, into=into)
 
     # -- verifying
@@ -192,7 +192,7 @@ class Programs:
         """
         s, rows, gamma = self.state, shape.rows, shape.gamma
         if self._in_one:
-            from ..machine.fused.kernels_rounds import Table, close_round
+            from ..machine.gpu.kernels.commit import Table, close_round
 
             table = Table(s.last, s.places, self.result, s.limits, s.advance)
             return close_round(tokens, table, targets=targets, verdicts=found)

@@ -11,9 +11,9 @@ from time import perf_counter
 import torch
 
 from ..types import Round
+from .context import Parts
 from .judge import Batch, judge
 from .outcome import Outcome, Rows
-from .parts import Parts
 from .players import logprobs_of
 from .round import first_tokens
 from .scheduler import Chunk

@@ -14,8 +14,8 @@ from collections.abc import Sequence as Seq
 from time import perf_counter
 
 from ..types import Round, Verdict
+from .context import Parts
 from .outcome import DraftFailed, Outcome, Rows
-from .parts import Parts
 from .players import Player
 from .sequence import Emission, Sequence
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..maths.inner import Inner
 from ..maths.tree import Topology
+from ..maths.vocab_ops import Inner
 from .kvcache import Slab
 from .pieces import Pieces, check_pieces
 

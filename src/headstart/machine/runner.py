@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadstartError, ModelRefused
-from ..maths.inner import PLAIN, Inner
 from ..maths.tree import Topology
+from ..maths.vocab_ops import PLAIN, Inner
 from .attention import evaluating, lend, lock_of, wants_grouped
+from .hidden_states import Watch, Watched
 from .kvcache import MARGIN, Slab
 from .model_runner import DeviceRunner, ModelRunner
-from .packing import lend_packed, pack
+from .packed_linear import lend_packed, pack
 from .pieces import Pieces, batches, check_pieces
-from .watch import Watch, Watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,8 +2,8 @@
 
 Knows: one Hugging Face tokenizer and its chat template; how to turn a stream of ids into a stream of text that is
 never taken back; how to find a stop string before any of it has left the house.
-Does not know: models, requests, sampling, which ids end an answer (``machine/loading.py`` does), what a message may
-be (``machine/messages.py`` does), or how a chat is kept from being forged (``machine/guard.py`` does).
+Does not know: models, requests, sampling, which ids end an answer (``machine/load/loading.py`` does), what a message
+may be (``machine/messages.py`` does), or how a chat is kept from being forged (``machine/control_tokens.py`` does).
 
 A character that is split over tokens is shown when it is complete. U+FFFD appears only where the ids really hold
 broken UTF-8, or that very character. tokenizers' own DecodeStream was tried against the same tests: it has no flush, so
@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import InvalidParameter, ModelRefused
-from .guard import ControlGuard
+from .control_tokens import ControlGuard
 from .messages import check_text, read_messages
 
 __all__ = ["Detokenizer", "StopChecker", "TextCodec", "TextStream"]

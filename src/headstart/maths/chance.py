@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import noise
-from .inner import PLAIN, Inner
+from .vocab_ops import PLAIN, Inner
 
 __all__ = ["Chance", "CounterChance", "sound"]
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from .asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
-from .inner import PLAIN, Inner
 from .limits import CPU_CACHE
 from .tree import Topology
+from .vocab_ops import PLAIN, Inner
 from .warp import History, Warp
 
 __all__ = ["SERVED", "History", "Nodes", "Warp", "argmaxes", "probabilities", "processed"]

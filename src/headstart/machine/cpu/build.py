@@ -31,9 +31,9 @@ from threading import RLock
 from typing import NamedTuple
 
 from ...errors import InvalidParameter
+from ...types import Tell, silent
 from ..cache import cache_folder, clear_unused, guarded_folders
 from ..files import hold, locked, open_guarded, read_guarded, replacing, sweep, temporary, write_whole
-from ..progress import Tell, silent
 
 __all__ = ["ISAS", "compiled", "isa", "load_kernels", "why_not"]
 

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..files import open_guarded, replacing
-from ..fused.lower import Weights, lower, parts_of
-from ..fused.lower import why_not as why_not_lowered
+from ..lower import Weights, lower, parts_of
+from ..lower import why_not as why_not_lowered
 from ..slab_layer import LINE, on_cache_line
 from .library import KINDS, MatrixRecord, kernels
 

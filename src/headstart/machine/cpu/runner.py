@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelRefused
-from ...maths.inner import Inner
 from ...maths.tree import Topology
+from ...maths.vocab_ops import Inner
+from ..hidden_states import Watched
 from ..kvcache import MARGIN, Slab
 from ..model_runner import ModelRunner
 from ..pieces import Pieces, check_pieces
-from ..watch import Watched
 from .library import CallRecord, LayerRecord, MatrixRecord, ModelRecord, kernels, pool
-from .pace import Pace
 from .packed import Packed
 from .sampling import inner_for
+from .threads import Pace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +172,7 @@ class CpuRunner(Watched, ModelRunner):
 
     @property
     def threads(self) -> int:
-        """How many threads a step may use; it gets fewer while the machine has other work (see ``pace``)."""
+        """How many threads a step may use; it gets fewer while the machine has other work (see ``threads``)."""
         return self._pace.most
 
     @threads.setter

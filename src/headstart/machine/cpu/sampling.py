@@ -1,4 +1,4 @@
-"""The loops over the vocabulary on the CPU's own kernels: what ``maths.inner`` says, without torch.
+"""The loops over the vocabulary on the CPU's own kernels: what ``maths.vocab_ops`` says, without torch.
 
 Knows: which memory csrc/sampling.cpp takes. Does not know: what is drawn, or why.
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...maths import noise
 from ...maths.asks import DRAWING, PROCESSING, TENSORS_ONLY, Served
-from ...maths.inner import DraftedChain, Inner, Rule
 from ...maths.limits import NO_TOP_K
+from ...maths.vocab_ops import DraftedChain, Inner, Rule
 from ...maths.warp import Warp, temperature_of
 from ...types import SamplingParams
 from .library import each, kernels, pool
@@ -147,7 +147,7 @@ class _Past(Structure):  # see csrc/penalties.cpp
 
 
 def _processed(logits: Tensor, chain: DraftedChain) -> Tensor:
-    """See ``maths.inner.Inner``."""
+    """See ``maths.vocab_ops.Inner``."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     params, endings, nodes = chain.params, chain.endings, len(chain.tokens) + 1

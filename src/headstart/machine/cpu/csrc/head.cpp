@@ -1,7 +1,7 @@
 // A draft head (see machine/head.py): from the target's hidden states to a whole drafted chain, in one call.
 //
 // Knows: the order of things in the head, how threads share it, and when a chain is not worth another token.
-// Does not know: Python, rounds, how a token is drawn (word.cpp).
+// Does not know: Python, rounds, how a token is drawn (draft_token.cpp).
 //
 // A call first reads the slots that the committed text has more than the head's cache, with the target's true features,
 // and then goes on from the last of them on its own output. Numbers are the same whatever else is in the batch.

@@ -1,4 +1,4 @@
-// The loops over the vocabulary that everything sampled goes through (maths/inner.py says what they must give).
+// The loops over the vocabulary that everything sampled goes through (maths/vocab_ops.py says what they must give).
 //
 // Knows: temperature, truncation, softmax, and races of exponential clocks. Does not know: tokens, requests, rules.
 //

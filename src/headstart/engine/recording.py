@@ -1,0 +1,124 @@
+"""Makes recorded rounds at load, where the device can have them, and tells how far it is.
+
+Knows: which models can be recorded. Does not know: what is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+import torch
+
+from ..config import DraftConfig
+from ..drafters.base import Drafter
+from ..machine.gpu import available, inner_loops
+from ..machine.model_runner import DeviceRunner, ModelRunner
+from ..types import Tell
+from .captured import CapturedRounds, draft_lengths
+from .overlap import OverlappedRounds
+
+__all__ = ["open_captured", "rehearse"]
+
+log = logging.getLogger(__name__)
+
+
+_PREFILLS = (64, 24, 12, 3)  # prompt lengths of every class of kernels
+_KEPT = (9, 17)  # and logits of so many tokens of a prompt, more than one
+_TOGETHER = (1, 2, 3, 9, 17, 33)  # parts of prompts read in one forward: the head's kernels differ
+
+
+class _Stopped(Exception):
+    """Whoever was told raised something, which is no fault of the model's."""
+
+
+def open_captured(
+    runner: ModelRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell, *, name: str
+) -> CapturedRounds | None:
+    """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded.
+    ``name``: what to call the target where people are told so."""
+    target = runner.on_device()
+    if target is None or target.device.type != "cuda":
+        return None
+    model = drafter.on_device() if drafter is not None else None
+    # Hugging Face's modules take ten times as long to walk through as fused kernels.
+    slow = not target.compiled or (model is not None and not model.device_runner.compiled)
+    fixed = config.gamma != "auto"
+    lengths = draft_lengths(config.most, fixed=fixed, few=slow) if drafter is not None else (0,)
+    overlap = config.overlap if config.overlap is not None else fixed and not slow
+    kind = OverlappedRounds if overlap and model is not None else CapturedRounds
+    inner = inner_loops(target.device)
+    with torch.cuda.device(target.device):
+        rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
+        return rounds if _recorded(rounds, name, tell, compiled=not slow) else None
+
+
+def _recorded(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) -> bool:
+    def say(text: str) -> None:
+        try:
+            tell(text)
+        except Exception as error:
+            raise _Stopped from error
+
+    started = perf_counter()
+    try:
+        if compiled:
+            say("compiling kernels")
+            _compile(rounds)
+        rounds.warm_up(lambda done, total: say(f"recording rounds ({done} of {total})"))
+    except _Stopped as stopped:
+        raise stopped.__cause__ or stopped from None
+    except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
+        log.warning("rounds are played step by step: %s cannot be recorded (%s)", name, error)
+        return False
+    log.info("recorded %d programs in %.1f s", rounds.recordings, perf_counter() - started)
+    return True
+
+
+@torch.inference_mode()
+def _compile(rounds: CapturedRounds) -> None:
+    """All kernels at once, before the first is wanted: one after another takes several times as long."""
+    from ..machine.gpu.compile.precompile import rehearsal
+
+    started = perf_counter()
+    try:
+        with rehearsal() as names:
+            rehearse(rounds)
+    except Exception as error:  # each is compiled where it is first used, then
+        log.warning("kernels are compiled one by one: %s", error)
+    else:
+        log.info("compiled %d kernels in %.1f s", len(names), perf_counter() - started)
+
+
+def rehearse(rounds: CapturedRounds) -> None:
+    """Everything that will be recorded or run, each once and briefly."""
+    for body in rounds.rehearsed():
+        body()
+    for runner in rounds.runners:
+        with runner.brief():
+            _rehearse_reading(runner, rounds.lengths[-1] + 1 if not rounds.drafting else 1)
+
+
+def _rehearse_reading(runner: DeviceRunner, most: int) -> None:
+    """Prompts of every class of kernels, alone and together. ``most``: logits of so many tokens of a prompt are wanted,
+    because guesses from the host may come with its end, and are judged in the forward that reads it."""
+    for width in _PREFILLS:
+        _read_zeros(runner, width)
+    for rows in sorted({min(rows, runner.slab.rows) for rows in _TOGETHER}):
+        _read_together(runner, rows)
+    for keep in _KEPT:
+        if keep <= most:
+            _read_zeros(runner, _PREFILLS[1], keep)
+
+
+def _read_zeros(runner: DeviceRunner, width: int, keep: int = 1) -> None:
+    tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
+    runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
+
+
+def _read_together(runner: DeviceRunner, rows: int) -> None:
+    """The first prompt by itself is too long for the kernels that decode."""
+    before = runner.slab.lengths[:rows]
+    runner.read([(row, [0] * (1 if row else min(_PREFILLS[0], runner.max_len))) for row in range(rows)])
+    for row, length in enumerate(before):
+        runner.slab.truncate(row, length)

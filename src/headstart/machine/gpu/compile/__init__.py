@@ -1,0 +1,1 @@
+"""How kernels get compiled, kept and launched."""

