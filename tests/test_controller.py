@@ -281,7 +281,8 @@ def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     play(controller, holds=0.5, cost=FLAT, rounds=10)
     controller.forget("a")
     assert "a" not in controller._acceptance
-    assert not controller._idle
+    assert not controller._behind
+    assert not controller._emitted
 
 
 def test_a_slow_moment_of_plain_rounds_does_not_keep_useless_drafts() -> None:

@@ -26,7 +26,7 @@ from headstart.drafters.base import Drafter
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.model import ModelDrafter
 from headstart.drafters.portfolio import PortfolioDrafter
-from headstart.engine import players
+from headstart.engine import drafting, players, reading
 from headstart.engine import round as rounds
 from headstart.engine.engine import Engine
 from headstart.machine.runner import EagerRunner
@@ -50,7 +50,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no other clock to be given: it reads the system's."""
     monkeypatch.setattr(rounds, "perf_counter", Clock())
-    monkeypatch.setattr(players, "perf_counter", Clock())
+    for module in (players, drafting, reading):
+        monkeypatch.setattr(module, "perf_counter", Clock())
 
 
 def tick(tokens: int) -> None:
@@ -120,7 +121,7 @@ def test_the_example_of_contributing_is_trimmed_too() -> None:
 
     class Wandering(SlowTable):
         def forward(self, rows: slice, tokens: torch.Tensor, lengths: Sequence[int], *args: Any, **options: Any) -> Any:
-            logits = super().forward(rows, tokens, lengths, *args, **options)
+            logits = super().forward(rows, tokens, lengths, *args, **options).clone()
             where = torch.tensor(lengths)[:, None] + torch.arange(tokens.shape[1])
             keep = logits.shape[1]
             generator = torch.Generator()
@@ -257,7 +258,7 @@ def test_the_reason_goes_when_speculation_is_back_and_not_by_a_probe() -> None:
     right = True
     for name in "bcde":
         run(made, [Request(name, (1, 3, 2), GREEDY)])
-    assert told[-1][0] > 0
+    assert max(drafted for drafted, _ in told[-5:]) > 4
     assert made.inactive_reason is None
 
 
@@ -287,7 +288,8 @@ def in_order(controller: AdaptiveController, rounds: int, guess: Callable[[int],
 def test_trim_leaves_the_reason_alone(free: bool) -> None:
     controller = AdaptiveController(10, free=free)
     drafted = in_order(controller, 120, lambda budget: Proposal.chain([1] * budget))
-    assert 0 < sum(drafted[-60:]) <= 6, "only the rare probe"
+    assert sum(drafted) > 0
+    assert sum(drafted[-60:]) <= 6, "only the rare probe"
     assert "does not pay" in str(controller.reason())
     controller.budgets([View()], [10])
     controller.trim([View()], [None])

@@ -98,9 +98,10 @@ def assemble(
             drafter = _drafter(
                 draft, partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
             )
-        if drafter is not None:
-            controller.meet(free=drafter.free, ends_itself=drafter.ends_itself)
         captured = open_captured(runner, drafter, config.draft, vocab_size, tell, name=target.report.architecture)
+        if drafter is not None:
+            lengths = captured.lengths if captured is not None and captured.drafting else None
+            controller.meet(free=drafter.free, ends_itself=drafter.ends_itself, cost=beside.cost, lengths=lengths)
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
     engine = Engine(
         runner,
@@ -172,6 +173,7 @@ class _Beside:
     sizes: dict[str, Any]
     load: Callable[[Model], Opened]
     tell: Tell
+    cost: float | None = None  # bytes that the draft reads for a token, over the target's; None: nobody knows
 
     def open(self, draft: Model) -> Runner:
         """See ``DraftContext.open_model``."""
@@ -190,7 +192,10 @@ class _Beside:
                 f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
                 f"{longest}: set max_model_len={loaded.report.max_context} or use another draft."
             )
-        return runner_for(opened, **self.sizes, draft=True)[0]
+        runner, loaded = runner_for(opened, **self.sizes, draft=True)
+        if not any("expert" in name for name, _ in loaded.model.named_parameters()):  # else it reads some of them
+            self.cost = loaded.report.bytes / self.target.report.bytes
+        return runner
 
     def _note_sizes(self, draft: Loaded) -> None:
         """Without two tokenizers to compare, the user is told what is taken for granted."""

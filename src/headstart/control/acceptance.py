@@ -1,75 +1,115 @@
 """How often a guess holds, given that everything before it in the draft held.
 
-Knows: what was known of a guess before anyone looked (its strength), and how such guesses fared, for everyone and for
-each sequence. Does not know: what anything costs, or what a token is.
+Knows: what was known of a guess before anyone looked (its strength, its place in the draft), and how such guesses
+fared, for everyone and for each sequence. Does not know: what anything costs, or what a token is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
+from math import sqrt
+from operator import mul
 
-from ..maths.cost import reach
 from ..maths.limits import MAX_STRENGTH
 from ..types import Proposal
 
 __all__ = ["PAID", "UNKNOWN", "Acceptance"]
 
 UNKNOWN = 0  # a free guess whose drafter does not say how sure it is
-PAID = -1  # a guess whose every token cost time: how many there are was settled before, whatever its drafter says of it
+PAID = -1  # a guess whose every token cost time: the first of its draft; the second is PAID - 1, and so on
 
-_PRIORS = {PAID: 0.7, UNKNOWN: 0.5}  # a model's guess starts as good as a long match
-_PRIOR_WEIGHT = 2.0
+_DEEPEST = PAID - 7  # from here on all places in a draft count as one
+_PRIORS = {PAID: 0.6, UNKNOWN: 0.5}
+_PRIOR_WEIGHT = 2.5  # tries: a few failures must end what was only supposed
+_DEEPER_WEIGHT = 5.0  # tries that a place counts for which the next one is taken to be like
 
 
 class _Hits:
     """A share of guesses that held; old evidence fades."""
 
-    FADE = 0.98
+    __slots__ = ("hits", "tries")
 
     def __init__(self, prior: float, weight: float) -> None:
         self.hits, self.tries = prior * weight, weight
 
-    def add(self, hit: bool) -> None:
-        self.hits = self.hits * self.FADE + hit
-        self.tries = self.tries * self.FADE + 1
+    def add(self, hit: bool, fade: float) -> None:
+        self.hits = self.hits * fade + hit
+        self.tries = self.tries * fade + 1
 
     @property
     def rate(self) -> float:
         return self.hits / self.tries
 
+    def doubt(self, most: float) -> None:
+        if self.tries > most:
+            self.hits, self.tries = self.rate * most, most
+
 
 class Acceptance:
-    """Kept by strength: for everyone, and by sequence, because texts differ more than drafts do."""
+    """Kept by strength and place: for everyone, and by sequence, because texts differ more than drafts do."""
 
-    OWN_WEIGHT = 6.0  # how many shared tries count as much as one sequence's own record
+    FADE = 0.985  # of everyone's record, with each guess
+    OWN_FADE = 0.98
+    OWN_WEIGHT = 6.0  # how many of a sequence's own tries count as much as everyone's record, at most
+    DOUBT = 3.0, 1.5  # tries that are left of a record when things seem to have changed for the better, or worse
 
     def __init__(self) -> None:
         self._shared: dict[int, _Hits] = {}
         self._own: dict[str, dict[int, _Hits]] = {}
+        self._rates: dict[int, float] = {}  # what ``rate`` said since the last round
+        self._missed = self._spread = 0.0  # first guesses that held less often than expected lately, and the variance
 
     def __contains__(self, sequence_id: object) -> bool:
         return sequence_id in self._own
 
-    def add(self, sequence_id: str, strength: int, outcomes: Sequence[bool]) -> None:
-        """What became of one draft, level by level."""
-        for ahead, hit in enumerate(outcomes):
-            grown = _grown(strength, ahead)
-            self._own_hits(sequence_id, grown).add(hit)
-            self._shared_hits(grown).add(hit)
+    def learn(self, drafts: Sequence[tuple[str, int, Sequence[bool]]], *, probe: bool = False) -> None:
+        """What became of a round's drafts: sequence, strength, and level by level whether it held.
+
+        Two things make the record so far count for little: guesses that failed more often than chance explains, and a
+        probe that held against expectation (``probe``).
+        """
+        drafts = [draft for draft in drafts if draft[2]]
+        if not drafts:
+            return
+        rates = [self._rate(self._own.get(name, {}), strength) for name, strength, _ in drafts]
+        held = sum(outcomes[0] for _, _, outcomes in drafts)
+        self._missed = max(0.0, self._missed * 0.9 + sum(rates) - held)
+        self._spread = self._spread * 0.9 + sum(rate * (1 - rate) for rate in rates)
+        worse = self._missed > 2.5 * sqrt(self._spread) + 1
+        if worse or (probe and held):
+            self._own.clear()
+            for found in self._shared.values():
+                found.doubt(self.DOUBT[worse])
+            self._missed = self._spread = 0.0
+        self._rates.clear()
+        for name, strength, outcomes in drafts:
+            own = self._own.setdefault(name, {})
+            for ahead, hit in enumerate(outcomes):
+                key = _grown(strength, ahead)
+                if key not in own:
+                    own[key] = _Hits(self.rate(key), min(self._weight(key), self.OWN_WEIGHT))
+                own[key].add(hit, self.OWN_FADE)
+                self._shared_hits(key).add(hit, self.FADE)
+        self._rates.clear()
 
     def forget(self, sequence_id: str) -> None:
         self._own.pop(sequence_id, None)
 
     def rate(self, strength: int) -> float:
-        """Of everyone's guesses of this strength."""
-        return self._shared_hits(strength).rate
+        """Of everyone's guesses of this strength; one further in a draft is supposed to be like the one before it."""
+        known = self._rates.get(strength)
+        if known is None:
+            found = self._shared_hits(strength)
+            prior, weight = (0.0, 0.0) if strength >= PAID else (self.rate(strength + 1), _DEEPER_WEIGHT)
+            known = self._rates[strength] = (found.hits + prior * weight) / (found.tries + weight)
+        return known
 
     def chances(self, sequence_id: str, strength: int, length: int) -> list[float]:
         """A_1 .. A_length: the chance that the first i guesses all hold."""
         own = self._own.get(sequence_id, {})
-        grown = (_grown(strength, ahead) for ahead in range(length))
-        return reach([(own.get(each) or self._shared_hits(each)).rate for each in grown], length)
+        return list(accumulate((self._rate(own, _grown(strength, ahead)) for ahead in range(length)), mul))
 
     def chances_of(self, sequence_id: str, proposal: Proposal, *, paid: bool) -> list[float]:
         """What each of a proposal's tokens is expected to add. Those of a tree share their level's chance."""
@@ -83,20 +123,24 @@ class Acceptance:
         nodes = Counter(depths)
         return [by_level[depth] / nodes[depth] for depth in depths]
 
+    def _weight(self, strength: int) -> float:
+        """Tries that ``rate`` rests on."""
+        return self._shared_hits(strength).tries + _DEEPER_WEIGHT * (strength < PAID)
+
+    def _rate(self, own: dict[int, _Hits], strength: int) -> float:
+        found = own.get(strength)
+        return found.rate if found is not None else self.rate(strength)
+
     def _shared_hits(self, strength: int) -> _Hits:
         found = self._shared.get(strength)
         if found is None:  # a longer match is a better guess
             prior = _PRIORS.get(strength, min(0.9, 0.25 + 0.12 * strength))
-            found = self._shared[strength] = _Hits(prior, _PRIOR_WEIGHT)
+            found = self._shared[strength] = _Hits(max(0.0, prior), _PRIOR_WEIGHT if strength >= PAID else 0.0)
         return found
-
-    def _own_hits(self, sequence_id: str, strength: int) -> _Hits:
-        own = self._own.setdefault(sequence_id, {})
-        if strength not in own:
-            own[strength] = _Hits(self._shared_hits(strength).rate, self.OWN_WEIGHT)
-        return own[strength]
 
 
 def _grown(strength: int, ahead: int) -> int:
-    """A copied match gets longer with every token that holds; what is unknown stays unknown."""
+    """A copied match gets longer with every token that holds, a paid draft deeper; what is unknown stays unknown."""
+    if strength < UNKNOWN:
+        return max(strength - ahead, _DEEPEST)
     return min(strength + ahead, MAX_STRENGTH) if strength > UNKNOWN else strength

@@ -1,61 +1,132 @@
 """Drafts as far as it pays, by measured costs and measured acceptance.
 
-Knows: ``Round`` records, and from them what a forward of each width costs (``costs``) and how often a guess holds
-(``acceptance``). Does not know: models, drafters' insides or token values.
+Knows: ``Round`` records, and from them what a forward of each width costs (``costs``), how often a guess holds
+(``acceptance``) and what drafting lost so far (``probes``). Does not know: models, drafters' insides or token values.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from ..maths.cost import best_length, break_even, by_width, round_tokens
+from ..maths.cost import best_length, break_even, round_tokens, tau
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
-from .costs import Costs, DraftSeconds
+from .costs import CatchUp, Costs, DraftSeconds
+from .probes import Probes
 
 __all__ = ["AdaptiveController"]
+
+log = logging.getLogger(__name__)
+
+_PLAIN, _PROBE, _PAYS = range(3)  # why the next round drafts or does not
+
+
+class _Figures(NamedTuple):
+    """Why nothing is drafted: put into words only when somebody asks."""
+
+    alpha: float
+    plain: float  # seconds
+    wider: float
+    draft: float
+    owing: bool  # it would pay, but drafts lost too much lately
+
+    def __str__(self) -> str:
+        even = break_even(self.wider + self.draft - self.plain, 1 / self.plain)
+        plain, wider, draft = (f"{seconds * 1e3:.3g} ms" for seconds in self[1:4])
+        return (
+            f"drafting does not pay now: about {self.alpha:.0%} of first guesses hold, and {even:.0%} must: a plain "
+            f"round takes {plain}, one that verifies a drafted token {wider}, and {draft} to draft it"
+            + ", and what drafts cost lately is to be won back first"
+            * self.owing
+        )
+
+
+class _TooLarge(NamedTuple):
+    share: float
+    most: float
+
+    def __str__(self) -> str:
+        return (
+            f"drafting does not pay: the draft model reads {self.share:.0%} of the bytes that the target reads for a "
+            f"token, and from {self.most:.0%} on there is nothing to win"
+        )
 
 
 class AdaptiveController:
     """Drafts as far as it pays.
 
     By the cost model of ``maths.cost``, in seconds: a draft of gamma tokens, and what a round gamma + 1 wide takes
-    besides. The round's width is chosen for all its rows together, since they share the forward.
+    besides. The round's width is chosen for all its rows together, since they share the forward. Where drafting is not
+    expected to pay, it is tried now and then by one token for every row; what such probes lose is bounded (``probes``).
     """
 
-    PROBE_EVERY = 24  # rounds without a draft before a sequence gets to try again
-    WORTH_IT = 1.03  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
+    WORTH_IT = 1.02  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
+    TOO_LARGE = 0.8  # a draft that reads this share of the target's bytes for a token cannot pay
+    SUPPOSED = 0.1  # plain rounds that a draft step takes, where nobody knows
+    USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
+    SURELY = 2.0  # times what it takes to begin must be won in what is left to write
+    HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
+    NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
         self.max_gamma = max_gamma
+        self._cost_ratio: float | None = None
+        self._lengths: tuple[int, ...] | None = None
         self.meet(free=free, ends_itself=ends_itself)
 
-    def meet(self, *, free: bool, ends_itself: bool) -> None:
+    def meet(
+        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
+    ) -> None:
         self.free, self.ends_itself = free, ends_itself
+        self._cost_ratio = cost if cost is not None else self._cost_ratio
+        self._lengths = tuple(lengths) if lengths is not None else self._lengths
         self._costs = Costs()
         self._drafting = DraftSeconds()
+        self._catch_up = CatchUp()
         self._acceptance = Acceptance()
+        self._probes = Probes()
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
         self._rows = 1
-        self._idle: dict[str, int] = {}  # rounds since a sequence last had a draft
-        self._awake: set[str] = set()  # sequences whose costly drafter was asked in their last round
-        self._reason: str | None = None
-        self._pays = False  # was any draft of this round found worth its time?
+        self._behind: dict[str, int] = {}  # tokens that the drafter has not read; unknown ones: all of the text
+        self._emitted: dict[str, int] = {}  # of running sequences
+        self._length = self.USUAL_LENGTH
+        self._missing = 0  # tokens that the drafter has to read if the next round drafts
+        self._again = 0.0  # the share of them that it did not read because it was not asked
+        self._held = False  # did a guess ever hold?
+        self._drafted = False  # did the last round draft?
+        self._why = _PLAIN
+        self._figures: _Figures | _TooLarge | None = None
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        self._pays = False  # a round begins
+        self._why = _PLAIN  # a round begins
         if self.free:
             return [min(limit, self.max_gamma) for limit in limits]  # decided in trim, when the guesses are known
         return self.paid_budgets(views, limits)
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        if self._cost_ratio is not None and self._cost_ratio >= self.TOO_LARGE:
+            self._say(_TooLarge(self._cost_ratio, self.TOO_LARGE))
+            return [0] * len(limits)
         limits = [min(limit, self.max_gamma) for limit in limits]
         chances = [self._acceptance.chances(view.id, PAID, limit) for view, limit in zip(views, limits, strict=True)]
-        width = self._best_width(chances, *self._drafting.line())
-        if width and self.ends_itself and self._drafting:
+        behind = [self._behind.get(view.id, len(view.tokens)) for view in views]
+        line = self._line(len(views))
+        self._missing = sum(tokens for tokens in behind if tokens > self.NEAR)
+        new = sum(len(view.tokens) for view in views if view.id not in self._behind)
+        self._again = 1 - new / self._missing if self._missing else 0.0
+        gamma = self._choose(views, chances, *line)
+        if gamma > 1 and self.ends_itself and self._drafting:
             return limits  # whether to draft is settled here, how far at every token
-        return self._with_probes(views, [min(width, limit) for limit in limits], limits)
+        if not gamma and self._missing and self._lengths is None:
+            # All together cannot be afforded: the one with the least to read. (On a device all rows draft or none.)
+            least = min((n for n, limit in zip(behind, limits, strict=True) if limit), default=0)
+            self._missing = least * (least > self.NEAR)
+            one = behind.index(least) if least and self._choose(views, chances, *line) else -1
+            return [int(i == one) for i in range(len(views))]
+        return [min(gamma, limit) for limit in limits]
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
         loose = [p is not None and not self._paid(p) and p.draw == "point" for p in proposals]  # may be cut
@@ -69,33 +140,45 @@ class AdaptiveController:
             self._acceptance.chances_of(view.id, p, paid=self._paid(p)) if p is not None else []
             for view, p in zip(views, proposals, strict=True)
         ]
-        width = self._best_width(chances, 0.0, 0.0)
-        limits = [len(p) if p is not None else 0 for p in proposals]
-        keep = self._with_probes(views, [min(width, limit) for limit in limits], limits)
-        return [p.cut(n) if p is not None and cut else p for p, n, cut in zip(proposals, keep, loose, strict=True)]
+        self._missing = 0
+        shortest = 1 if all(p is None or p.is_chain for p in proposals) else 2  # of a tree two, which may be siblings
+        gamma = self._choose(views, chances, 0.0, 0.0)
+        gamma = max(gamma, shortest) if gamma else 0
+        return [p.cut(gamma) if p is not None and cut else p for p, cut in zip(proposals, loose, strict=True)]
 
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:
             return
         first = rounds[0]
-        if not first.prefill:  # a forward that also carried prompt tokens says nothing about a round's cost
-            # All but the drafting: judging and committing a longer draft takes longer, too.
-            seconds = first.round_seconds - first.catch_up_seconds
-            self._costs.add(first.rows, first.width, seconds - first.draft_seconds * (first.width > 1))
-            self._pace.append((sum(r.emitted for r in rounds), seconds))
-            self._rows = first.rows
-        self._drafting.tick()
+        drafted = any(r.drafted for r in rounds)
         paid = [r for r in rounds if r.drafted and self._paid(r)]
-        # A drafter that was not asked for a while first reads what it missed (at the start, the whole prompt):
-        # that is no draft step.
-        if paid and all(r.sequence in self._awake for r in paid):
-            self._drafting.add(max(r.drafted for r in paid), first.draft_seconds)
+        if first.prefill:  # a forward that also carried prompt tokens says little about a round's cost
+            self._costs.read(sum(r.prefill + r.width for r in rounds), first.verify_seconds or first.round_seconds)
+        else:
+            self._measure(first, rounds, drafted)
+        self._drafting.tick()
+        if paid:
+            self._time_draft(first, paid)
+        probe = drafted and self._why != _PAYS
+        kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in rounds]
+        self._acceptance.learn(kinds, probe=probe)
+        held = any(r.accepted for r in rounds)
+        self._held |= held
+        if not drafted:
+            self._probes.plain()
+        elif not first.prefill:
+            cost = self._cost(first, paid, probe)
+            self._probes.drafted(cost, sum(r.emitted for r in rounds) / len(rounds), probe=probe, held=held)
         for r in rounds:
-            self._idle[r.sequence] = 0 if r.drafted else self._idle.get(r.sequence, 0) + 1
-            (self._awake.add if r.drafted and self._paid(r) else self._awake.discard)(r.sequence)
-            self._acceptance.add(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes)
-        if self._pays and any(r.drafted for r in rounds):
-            self._reason = None  # not by a probe: whoever reads the reason learns from it that drafting is held back
+            self._emitted[r.sequence] = self._emitted.get(r.sequence, 0) + r.emitted
+            if r.drafted and self._paid(r):
+                self._behind[r.sequence] = 0
+            elif r.sequence in self._behind:
+                self._behind[r.sequence] += r.emitted
+        self._drafted = drafted
+        if self._why == _PAYS and drafted:
+            self._say(None)  # not by a probe: whoever reads the reason learns from it that drafting is held back
+        self._why = _PLAIN
 
     def least_hope(self) -> float:
         """One more token costs a draft step and a wider forward; in that time the rounds so far made so many tokens.
@@ -106,7 +189,7 @@ class AdaptiveController:
         pace, wider = self._pace_and_price()
         if not pace or not self._drafting:
             return 0.0
-        return break_even(self._drafting.line()[1] + wider, pace) / self._acceptance.rate(PAID)
+        return break_even(self._line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID), 1e-3)
 
     def least_kept(self) -> float:
         pace, wider = self._pace_and_price()
@@ -114,6 +197,115 @@ class AdaptiveController:
 
     def least_chances(self) -> tuple[float, float]:
         return self.least_kept(), self.least_hope()
+
+    def forget(self, sequence_id: str) -> None:
+        self._acceptance.forget(sequence_id)
+        self._behind.pop(sequence_id, None)
+        emitted = self._emitted.pop(sequence_id, 0)
+        if emitted:
+            self._length += 0.1 * (emitted - self._length)
+
+    def reason(self) -> str | None:
+        return str(self._figures) if self._figures is not None else None
+
+    # -- learning
+
+    def _measure(self, first: Round, rounds: Sequence[Round], drafted: bool) -> None:
+        # All but the drafting: judging and committing a longer draft takes longer, too.
+        seconds = first.round_seconds - first.catch_up_seconds
+        self._costs.add(first.rows, first.width, seconds - first.draft_seconds * drafted)
+        self._pace.append((sum(r.emitted for r in rounds), seconds))
+        self._rows = first.rows
+
+    def _time_draft(self, first: Round, paid: Sequence[Round]) -> None:
+        # A drafter that was not asked for a while may read what it missed inside its first draft: no draft step.
+        level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
+        if level or first.catch_up_seconds:
+            self._drafting.add(max(r.drafted for r in paid), first.draft_seconds / self._costs.level, first.rows)
+        if self._missing:
+            self._catch_up.add(first.catch_up_seconds, self._reading(first.rows))
+
+    def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
+        """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock."""
+        forwards = self._costs.forwards(first.rows, first.width)
+        if not forwards:
+            return 0.0
+        start, step = self._line(first.rows) if paid else (0.0, 0.0)
+        seconds = forwards[-1] + start + step * (first.width - 1)
+        if self._probes.tried:
+            seconds += first.catch_up_seconds * (1.0 if probe else self._again)
+        if not self._drafted:
+            seconds += 2 * self._costs.switch
+        return seconds / forwards[0]
+
+    # -- deciding
+
+    def _paid(self, guess: Proposal | Round) -> bool:
+        """Was its length settled before it was drafted, because its tokens cost time?"""
+        return guess.paid or not self.free
+
+    def _line(self, rows: int) -> tuple[float, float]:
+        """Seconds that any draft takes, and more for each of its tokens."""
+        if self._drafting:
+            start, step = self._drafting.line(rows)
+            return start * self._costs.level, step * self._costs.level
+        table = self._costs.table(rows)
+        return 0.0, (self._cost_ratio or self.SUPPOSED) * table[0][1] if table else 0.0
+
+    def _reading(self, rows: int) -> float:
+        """Seconds that the drafter is supposed to take to read what it missed; more or less as it turns out."""
+        table, (start, step) = self._costs.table(rows), self._line(rows)
+        if not table or not self._missing:
+            return 0.0
+        return self._catch_up.supposed(self._missing, start + step, self._costs.token * (start + step) / table[0][1])
+
+    def _choose(self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], start: float, step: float) -> int:
+        """The draft length that gives the most tokens a second over all rows, or a probe, or 0."""
+        tokens, rows = round_tokens(chances), len(chances)
+        forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
+        if not forwards or len(tokens) == 1:
+            return 0  # a plain round first: it costs nothing and is what every other width is compared with
+        drafts = [start + gamma * step if gamma else 0.0 for gamma in range(len(tokens))]
+        times = [f + d for f, d in zip(forwards, drafts, strict=True)]
+        speeds = [t / each for t, each in zip(tokens, times, strict=True)]
+        if self._lengths is not None:
+            speeds = [speed if gamma in self._lengths else 0.0 for gamma, speed in enumerate(speeds)]
+        # A draft that fails as a whole must not lose more than there is: where little is known, drafts are short.
+        room = max(times[1], times[0] * (1 + self._probes.room))
+        best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
+        reading = self._reading(rows) * self._catch_up.correction
+        once = reading + 2 * self._costs.switch * (not self._drafted)
+        left = sum(self._left(view) for view in views)
+        # What it read once and missed since was its own doing, and is paid out of what may be lost.
+        wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > self.SURELY * once
+        if wins and self._probes.room > max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE):
+            self._why = _PAYS
+            return best if self._held or not step else 1  # the first drafts that cost time are short
+        alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
+        self._say(_Figures(alpha, forwards[0], forwards[1], drafts[1], bool(best)))
+        if self._probes.due((times[1] + once) / times[0] - 1, self._ahead(times, once, left / rows)):
+            self._why = max(self._why, _PROBE)
+            return 1
+        return 0
+
+    def _ahead(self, times: Sequence[float], once: float, left: float) -> float:
+        """Rounds that lie ahead, if a good draft would win much more in them than it takes to begin; else 0."""
+        if self._probes.tried or not self._missing:
+            return 0.0
+        speedup = max(tau(self.HOPED, gamma) / each for gamma, each in enumerate(times)) * times[0]
+        return left if (1 - 1 / speedup) * left * times[0] > 3 * once else 0.0
+
+    def _left(self, view: DraftView) -> float:
+        """Tokens that a sequence is expected to emit yet."""
+        written = len(view.tokens) - view.prompt_length
+        expected = max(self._length - written, (self._length + written) / 4)
+        most = view.params.max_tokens
+        return expected if most is None else min(expected, most - written)
+
+    def _say(self, figures: _Figures | _TooLarge | None) -> None:
+        before, self._figures = self._figures, figures
+        if (figures is None) != (before is None):
+            log.info("no speculation: %s", figures) if figures is not None else log.info("speculation is back")
 
     def _pace_and_price(self) -> tuple[float, float]:
         """Tokens a second of the last rounds, and seconds that a wider forward takes for each token more; 0 while not
@@ -123,44 +315,3 @@ class AdaptiveController:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
         return max(emitted / seconds, self._rows / table[0][1]), self._costs.slope(self._rows)
-
-    def forget(self, sequence_id: str) -> None:
-        self._acceptance.forget(sequence_id)
-        self._idle.pop(sequence_id, None)
-        self._awake.discard(sequence_id)
-
-    def reason(self) -> str | None:
-        return self._reason
-
-    def _paid(self, guess: Proposal | Round) -> bool:
-        """Was its length settled before it was drafted, because its tokens cost time?"""
-        return guess.paid or not self.free
-
-    def _best_width(self, chances: Sequence[Sequence[float]], start: float, step: float) -> int:
-        """The draft length that gives the most tokens a second over all rows. ``start``, ``step``: seconds that any
-        draft takes, and more for each of its tokens."""
-        table, tokens = self._costs.table(len(chances)), round_tokens(chances)
-        if not table or len(tokens) == 1:
-            return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        forwards = by_width(table, len(tokens))
-        drafts = [start + gamma * step if gamma else 0.0 for gamma in range(len(tokens))]
-        speeds = [t / max(f + d, 1e-9) for t, f, d in zip(tokens, forwards, drafts, strict=True)]
-        best = best_length(speeds, self.WORTH_IT)
-        if best:
-            self._pays = True
-        else:
-            alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
-            self._reason = (
-                f"drafting does not pay now: about {alpha:.0%} of first guesses hold, "
-                f"and plain decoding is expected to give {speeds[0]:.1f} tokens/s"
-            )
-        return best
-
-    def _with_probes(self, views: Sequence[DraftView], chosen: list[int], limits: Sequence[int]) -> list[int]:
-        """Let a sequence that has not drafted for long try one short draft, so that a change is noticed."""
-        if any(chosen):
-            return chosen
-        for i, view in enumerate(views):
-            if limits[i] and self._idle.get(view.id, 0) >= self.PROBE_EVERY:
-                chosen[i] = min(2, limits[i])
-        return chosen

@@ -24,9 +24,15 @@ class Controller(Advice, Protocol):
     """Chooses draft lengths and learns from what came of them. A round asks ``budgets``, then ``trim``, then tells
     ``observe``."""
 
-    def meet(self, *, free: bool, ends_itself: bool) -> None:
+    def meet(
+        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
+    ) -> None:
         """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (``least_hope``).
-        What was learnt before is forgotten."""
+        What was learnt before is forgotten.
+
+        ``cost``: bytes that it reads for a token, over the target's. ``lengths``: all rows draft together, and so many
+        tokens. None: as said before, if ever.
+        """
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
@@ -58,7 +64,9 @@ class FixedController:
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def meet(self, *, free: bool, ends_itself: bool) -> None:
+    def meet(
+        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
+    ) -> None:
         pass
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
@@ -95,10 +103,12 @@ class TwoMinds:
         self._greedy, self._drawn = greedy, drawn
         self._now = greedy  # whose round it is: a round is observed before the next one's budgets are asked for
 
-    def meet(self, *, free: bool, ends_itself: bool) -> None:
+    def meet(
+        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
+    ) -> None:
         self._now = self._greedy
-        self._greedy.meet(free=free, ends_itself=ends_itself)
-        self._drawn.meet(free=free, ends_itself=ends_itself)
+        for each in (self._greedy, self._drawn):
+            each.meet(free=free, ends_itself=ends_itself, cost=cost, lengths=lengths)
 
     def _turn(self, views: Sequence[DraftView]) -> Controller:
         self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn

@@ -1,4 +1,4 @@
-"""What a round costs by its width, and a draft by its length, measured as it goes.
+"""What a round costs by its rows and width, a draft by its length, and catching up: measured as it goes.
 
 Knows: seconds of the last rounds and drafts. Does not know: who drafts, or whether it holds; how lines are read off
 measurements (``maths.cost``).
@@ -6,108 +6,267 @@ measurements (``maths.cost``).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ..maths.cost import Point, slope, start_and_step
+from ..maths.cost import Point, by_width, slope, start_and_step
 
-__all__ = ["Costs", "DraftSeconds"]
+__all__ = ["CatchUp", "Costs", "DraftSeconds"]
 
 LIFETIME = 200  # rounds after which a measurement is forgotten, so that one of a bad moment rules nothing out for good
 
 
-class Costs:
-    """Seconds a round takes without drafting, by (rows, width), measured as it goes: the median of the last few.
+def low(seen: Sequence[float]) -> float:
+    """The lower third of these."""
+    return sorted(seen)[(len(seen) - 1) // 3]
 
-    The first of a width, but for plain rounds, is not counted: what is done for the first time takes longer (a GPU
-    loads a recording when it is first played), and a width that looks dear is not tried again soon.
-    """
 
-    WINDOW = 7
+def nearest(known: Iterable[int], rows: int) -> int | None:
+    """Of these numbers of rows the one most like it."""
+    return min(known, key=lambda other: abs(other - rows), default=None)
+
+
+class _Cell:
+    """The last measurements of one kind of round. Other work on the machine only ever slows a round down, so the value
+    is a low one of them, but not the lowest where there are many."""
+
+    __slots__ = ("last", "seen", "value")
+    WINDOW = 9
 
     def __init__(self) -> None:
-        self._seen: dict[int, dict[int, deque[tuple[int, float]]]] = {}
+        self.seen: deque[float] = deque(maxlen=self.WINDOW)
+        self.value = 0.0
+        self.last = 0  # when it was last measured
+
+    def add(self, seconds: float, clock: int) -> None:
+        self.seen.append(seconds)
+        self.value, self.last = low(self.seen), clock
+
+    def scale(self, last: int, by: float) -> None:
+        """The last so many measurements turn out to be others."""
+        old = len(self.seen) - min(last, len(self.seen))
+        self.seen = deque([s * by if i >= old else s for i, s in enumerate(self.seen)], maxlen=self.WINDOW)
+        self.value = low(self.seen)
+
+
+class Costs:
+    """Seconds a round takes without drafting, by rows and width.
+
+    Measurements are kept relative to how fast the machine is at the time (``level``). What slows everything down, other
+    work or a growing context, is seen on whatever is measured now and then holds for what was measured before. A width
+    counts when it was seen twice: what is done for the first time takes longer (a GPU loads a recording when it is
+    first played). A round that begins or ends drafting is not counted where its width is known: what it takes more is
+    the price of the change (``switch``).
+    """
+
+    UNSEEN = 0.93  # what a width that was never measured may cost of what its neighbours say: so it is tried
+
+    FOLLOWED, STEADY = (
+        7,
+        0.08,
+    )  # the machine changed its speed where the middle of so many rounds is off by more than this
+    MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
+    DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
+    TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
+
+    def __init__(self) -> None:
+        self._cells: dict[int, dict[int, _Cell]] = {}
+        self._ratios: deque[tuple[float, int]] = deque(maxlen=self.FOLLOWED)  # to what was expected, and the width
+        self._switches: deque[float] = deque([0.0], maxlen=7)
         self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
-        self._slopes: dict[int, float] = {}  # and ``slope``
-        self._met: set[tuple[int, int]] = set()
+        self._read: tuple[int, float] | None = None  # tokens and seconds of the forward that read prompts fastest
         self._clock = 0
+        self._drafted = False
+        self.level = 1.0
 
     def add(self, rows: int, width: int, seconds: float) -> None:
         self._clock += 1
-        if width > 1 and (rows, width) not in self._met:
-            self._met.add((rows, width))
-            return
         self._tables.clear()
-        self._slopes.clear()
-        by_width = self._seen.setdefault(rows, {})
-        by_width.setdefault(width, deque(maxlen=self.WINDOW)).append((self._clock, seconds))
-        for stale in [w for w, seen in by_width.items() if w > 1 and seen[-1][0] < self._clock - LIFETIME]:
-            del by_width[stale]
+        cells = self._cells.setdefault(_like(rows), {})
+        cell = cells.setdefault(width, _Cell())
+        changed, self._drafted = self._drafted != (width > 1), width > 1
+        if len(cell.seen) >= 3:
+            if changed and seconds > cell.value * self.level:
+                self._switches.append(min(seconds / self.level - cell.value, cell.value))
+                cell.last = self._clock
+                return
+            self._follow(seconds / self.level / cell.value, cells, width)
+        cell.add(max(seconds, 1e-9) / self.level, self._clock)
+        for stale in [w for w, old in cells.items() if w > 1 and old.last < self._clock - LIFETIME]:
+            del cells[stale]
+
+    def _follow(self, ratio: float, cells: dict[int, _Cell], width: int) -> None:
+        """Most of the last rounds took longer than they used to, or less long: so does everything now."""
+        self._ratios.append((ratio, width))
+        middle = median(r for r, _ in self._ratios)
+        if len(self._ratios) == self.FOLLOWED and abs(middle - 1) > self.STEADY:
+            self.level *= middle
+            for each, times in Counter(w for _, w in self._ratios).items():
+                if each in cells:
+                    cells[each].scale(times, 1 / middle)
+            self._ratios.clear()
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A forward that read prompts: it tells what a token more takes, where nothing else does."""
+        seconds /= self.level
+        if tokens < self.MANY:
+            return
+        if self._read is None or seconds / tokens < self._read[1] / self._read[0]:
+            self._read = tokens, seconds
+
+    @property
+    def switch(self) -> float:
+        """Seconds that beginning to draft, and ending it, take each."""
+        return median(self._switches) * self.level
+
+    @property
+    def token(self) -> float:
+        """Seconds of a token that is read along with many; 0 while not known."""
+        if self._read is None:
+            return 0.0
+        plain = nearest((r for r, cells in self._cells.items() if 1 in cells), 1)
+        if plain is None:
+            return 0.0
+        tokens, seconds = self._read
+        return max(0.0, seconds - self._cells[plain][1].value) / max(1, tokens - plain) * self.level
 
     def table(self, rows: int) -> list[Point]:
-        """(width, seconds, measurements), by width, for the measured number of rows nearest to ``rows``; empty if none.
-
-        Only tables with a plain round (width 1) and something to compare it with are borrowed from another
-        number of rows.
-        """
+        """(width, seconds, measurements), by width, for this number of rows or the measured one nearest to it; empty if
+        there is no plain round (width 1) to compare with."""
+        rows = _like(rows)
         if rows not in self._tables:
-            self._tables[rows] = self._table(rows)
+            self._tables[rows] = [(width, seconds * self.level, times) for width, seconds, times in self._table(rows)]
         return self._tables[rows]
+
+    def forwards(self, rows: int, widest: int, *, curious: bool = False) -> list[float]:
+        """Seconds of rounds of width 1 .. ``widest``; empty while no plain round was measured. ``curious``: widths that
+        were never measured are given a chance."""
+        table = self.table(rows)
+        if not table:
+            return []
+        plain, known = table[0][1], {width for width, _, _ in table}
+        last, seconds, _ = table[-1]
+        if last < widest:
+            more = max(0.0, slope(table)) if len(table) > 1 else self._supposed(rows, plain)
+            table = [*table, (widest, seconds + more * (widest - last), 0)]
+        found = by_width(table, widest)
+        if not curious:
+            return found
+        return [s if w in known else max(plain, s * self.UNSEEN) for w, s in enumerate(found, 1)]
 
     def slope(self, rows: int) -> float:
         """Seconds that each token more takes."""
-        if rows not in self._slopes:
-            self._slopes[rows] = max(0.0, slope(self.table(rows)))
-        return self._slopes[rows]
+        return max(0.0, slope(self.table(rows)))
+
+    def _supposed(self, rows: int, plain: float) -> float:
+        """Seconds that a wider round takes for each token more a row: as when prompts are read, else by its shape: more
+        rows are nearer to where a forward is bound by arithmetic."""
+        known = self.token * rows if self._read is not None else plain * (0.02 + 0.003 * rows)
+        return min(known, self.DEAREST * plain)
 
     def _table(self, rows: int) -> list[Point]:
-        own = self._seen.get(rows, {})
-        if 1 not in own or len(own) == 1:
-            others = [r for r, known in self._seen.items() if 1 in known and len(known) > 1]
-            if others:
-                own = self._seen[min(others, key=lambda r: abs(r - rows))]
-        if 1 not in own:
-            return []
-        # A round never takes longer than a wider one. What says otherwise was timed in a bad moment, and must not make
-        # useless drafts look fast: while they are made, plain rounds are not timed again.
-        table, least = [], float("inf")
-        for width in sorted(own, reverse=True):
-            least = min(least, median(seconds for _, seconds in own[width]))
-            table.append((width, least, len(own[width])))
-        return table[::-1]
+        own = _seen(self._cells.get(rows, {}))
+        wider: int | None = None
+        if len(own) < 2 or 1 not in own:
+            wider = nearest((r for r, cells in self._cells.items() if 1 in cells and len(_seen(cells)) > 1), rows)
+            if 1 not in own:
+                like = wider if wider is not None else nearest((r for r, c in self._cells.items() if 1 in c), rows)
+                if like is None:
+                    return []
+                own = _seen(self._cells[like])
+        points = [(width, cell.value, len(cell.seen)) for width, cell in sorted(own.items())]
+        if len(points) == 1 and wider is not None:
+            # Only plain rounds were measured: a wider one costs more as it does with other rows, each adding the same.
+            share, other = rows / wider, _seen(self._cells[wider])
+            more = sorted((w, cell.value / other[1].value - 1) for w, cell in other.items() if w > 1)
+            points += [(w, points[0][1] * (1 + max(0.0, excess) * share), 1) for w, excess in more]
+        # A plain round takes no longer than any wider one. What says otherwise was timed in a bad moment, and must not
+        # make useless drafts look fast: while they are made, plain rounds are not timed again. Between wider ones there
+        # may be holes (kernels for five tokens that beat those for four).
+        lowest = min(seconds for _, seconds, _ in points)
+        if all(times >= self.TRUSTED for _, _, times in points[1:]):
+            return [(1, lowest, points[0][2]), *points[1:]]
+        step = self._supposed(rows, lowest * self.level) / self.level
+        return [(1, lowest, points[0][2])] + [
+            (w, s if times >= self.TRUSTED else min(s, lowest * 1.15 + 2 * step * (w - 1)), times)
+            for w, s, times in points[1:]
+        ]
+
+
+def _seen(cells: dict[int, _Cell]) -> dict[int, _Cell]:
+    """Those that count."""
+    return {width: cell for width, cell in cells.items() if width == 1 or len(cell.seen) > 1}
+
+
+def _like(rows: int) -> int:
+    """Numbers of rows that are measured as one."""
+    return rows if rows <= 8 else -(-rows // 4) * 4
 
 
 class DraftSeconds:
     """What a draft takes: a start that every draft pays (reading what was committed since the last one) and a step for
-    each of its tokens. A line through the medians of each length seen lately."""
+    each of its tokens. A line through low values of each length seen lately, for each number of rows."""
 
-    WINDOW = 40
+    WINDOW = 20
+    FEW = 4  # with fewer measurements the fastest one counts, since any may have been disturbed
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, float, int]] = deque(maxlen=self.WINDOW)  # tokens, seconds, when
-        self._line: tuple[float, float] | None = None
+        self._seen: dict[int, deque[tuple[int, float, int]]] = {}  # by rows: tokens, seconds, when
+        self._lines: dict[int, tuple[float, float]] = {}
         self._clock = 0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        self._seen.append((tokens, seconds, self._clock))
-        self._line = None
+    def add(self, tokens: int, seconds: float, rows: int = 1) -> None:
+        rows = _like(rows)
+        self._seen.setdefault(rows, deque(maxlen=self.WINDOW)).append((tokens, seconds, self._clock))
+        self._lines.pop(rows, None)
 
     def tick(self) -> None:
         """A round went by."""
         self._clock += 1
-        while self._seen and self._seen[0][2] < self._clock - LIFETIME:
-            self._seen.popleft()
-            self._line = None
+        for rows, seen in list(self._seen.items()):
+            while seen and seen[0][2] < self._clock - LIFETIME:
+                seen.popleft()
+                self._lines.pop(rows, None)
+            if not seen:
+                del self._seen[rows]
 
     def __bool__(self) -> bool:
         return bool(self._seen)
 
-    def line(self) -> tuple[float, float]:
-        """Seconds of the start, and of each token."""
-        if self._line is None:
+    def line(self, rows: int = 1) -> tuple[float, float]:
+        """Seconds of the start, and of each token, for the number of rows nearest to this one."""
+        found = nearest(self._seen, _like(rows))
+        if found is None:
+            return 0.0, 0.0
+        if found not in self._lines and len(self._seen[found]) < self.FEW:
+            self._lines[found] = 0.0, min(seconds / tokens for tokens, seconds, _ in self._seen[found])
+        if found not in self._lines:
             by_length: dict[int, list[float]] = {}
-            for tokens, seconds, _ in self._seen:
+            for tokens, seconds, _ in self._seen[found]:
                 by_length.setdefault(tokens, []).append(seconds)
-            # A single slow moment moves no median, and a rare length counts for little.
-            self._line = start_and_step([(n, median(found), len(found)) for n, found in by_length.items()])
-        return self._line
+            # A slow moment moves nothing, and a rare length counts for little.
+            self._lines[found] = start_and_step([(n, low(times), len(times)) for n, times in by_length.items()])
+        return self._lines[found]
+
+
+class CatchUp:
+    """What it takes a drafter to read tokens that it missed: supposed from what a draft step and the target's own
+    reading take, corrected by what was seen."""
+
+    CHUNK = 512  # tokens that are read at once, in about two draft steps and what each token takes
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=5)
+
+    def add(self, seconds: float, supposed: float) -> None:
+        if supposed > 0:
+            self._seen.append(seconds / supposed)
+
+    def supposed(self, tokens: int, step: float, token: float) -> float:
+        """``step``: seconds of a draft step; ``token``: of each token that the drafter reads."""
+        return -(-tokens // self.CHUNK) * 2 * step + token * tokens
+
+    @property
+    def correction(self) -> float:
+        return low(self._seen) if self._seen else 1.0
