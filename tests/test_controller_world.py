@@ -12,8 +12,10 @@ from statistics import mean, median
 import pytest
 from controller_world import Machine, Played, View, World, cpu, gpu, plain_speed, played, same
 
+from headstart import LLM
 from headstart.control.adaptive import AdaptiveController
 from headstart.maths.cost import tau
+from headstart.testing import tiny_model
 from headstart.types import SamplingParams
 
 MACHINES = {"gpu": gpu, "cpu": cpu}
@@ -146,3 +148,17 @@ def test_what_was_said_of_a_draft_outlives_a_cold_start() -> None:
     controller.meet(free=False, ends_itself=False)
     World(gpu(), 1, same(0.9), 0).play(controller, 40)
     assert "reads 93% of the bytes" in str(controller.reason())
+
+
+def test_a_draft_model_as_large_as_its_target_is_never_asked() -> None:
+    """By its bytes, before anything was measured: it does not even read a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for layers, asked in ((2, False), (1, True)):
+        target = tiny_model("llama", num_hidden_layers=4)
+        draft = tiny_model("llama", num_hidden_layers=layers * 2)
+        llm = LLM(target, draft, max_model_len=64, check=False, draft_quantization=None)
+        llm.generate([5, 6, 7, 8], params)
+        assert (llm.stats.drafted > 0) is asked
+        if not asked:
+            assert "of the bytes" in str(llm.engine.inactive_reason)
+            assert llm.stats.catch_up_seconds == 0

@@ -29,8 +29,6 @@ _DEEPER_WEIGHT = 5.0  # tries that a place counts for which the next one is take
 class _Hits:
     """A share of guesses that held; old evidence fades."""
 
-    __slots__ = ("hits", "tries")
-
     def __init__(self, prior: float, weight: float) -> None:
         self.hits, self.tries = prior * weight, weight
 

@@ -31,7 +31,6 @@ class _Cell:
     """The last measurements of one kind of round. Other work on the machine only ever slows a round down, so the value
     is a low one of them, but not the lowest where there are many."""
 
-    __slots__ = ("last", "seen", "value")
     WINDOW = 9
 
     def __init__(self) -> None:
