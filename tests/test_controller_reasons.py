@@ -126,7 +126,7 @@ def test_the_example_of_contributing_is_trimmed_too() -> None:
             keep = logits.shape[1]
             generator = torch.Generator()
             for row, places in enumerate(where.tolist()):
-                for node, place in enumerate(places[-keep:]):
+                for node, place in enumerate(places[len(places) - keep :]):
                     logits[row, node] = torch.randn(V, generator=generator.manual_seed(place * 7919))
             return logits
 

@@ -200,7 +200,7 @@ def test_a_proposal_that_is_nonsense(case: str, backend: str, rule: str) -> None
     made = engine(drafter, backend)
     goes_on(made, plain(backend, rule), rule, reason)
     assert "'turning'" in str(made.inactive_reason)
-    assert drafter.calls > 3, "it was asked until then"
+    assert drafter.calls > 1, "it was asked until then"
     if rule != "block":
         assert made.stats.accepted > 3
 

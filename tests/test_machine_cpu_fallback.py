@@ -158,7 +158,7 @@ def test_drafts_that_fall_back(cold: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_command_line_says_it(tiny: Path, tmp_path: Path) -> None:
     code = (
-        "from headstart.cli.main import app\nfrom headstart.machine import embedded\n"
+        "from headstart.cli.main import app\nfrom headstart.machine.load import embedded\n"
         "embedded._PACKAGE = 'no_such_package'\n"
         "app(['generate', '--draft', 'lookup', '-n', '4', 'one two'], standalone_mode=False)"
     )

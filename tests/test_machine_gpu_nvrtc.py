@@ -75,45 +75,45 @@ def made(monkeypatch: pytest.MonkeyPatch, cold: Path) -> Iterator[list[str]]:
 
 def test_many_threads_compile_once(made: list[str], cold: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
-        found = set(pool.map(lambda _: nvrtc.binary("whole", "text", "sm_90"), range(12)))
+        found = set(pool.map(lambda _: nvrtc.binary("one_kernel", "text", "sm_90"), range(12)))
     assert found == {b"binary of text"}
     assert made == ["one_kernel.cu"]
     (kept,) = cold.iterdir()
     assert kept.suffix == ".cubin"
     assert kept.stat().st_mode & 0o022 == 0
-    nvrtc.binary("whole", "other", "sm_90")
-    nvrtc.binary("whole", "text", "sm_80")
+    nvrtc.binary("one_kernel", "other", "sm_90")
+    nvrtc.binary("one_kernel", "text", "sm_80")
     assert len(names(cold)) == len(made) == 3
 
 
 def test_what_others_can_write_is_not_taken(made: list[str], cold: Path) -> None:
-    nvrtc.binary("whole", "text", "sm_90")
+    nvrtc.binary("one_kernel", "text", "sm_90")
     (kept,) = cold.iterdir()
     kept.write_bytes(b"somebody else's")
-    assert nvrtc.binary("whole", "text", "sm_90") == b"somebody else's", "so the test can fail"
+    assert nvrtc.binary("one_kernel", "text", "sm_90") == b"somebody else's", "so the test can fail"
     kept.chmod(0o666)
-    assert nvrtc.binary("whole", "text", "sm_90") == b"binary of text"
+    assert nvrtc.binary("one_kernel", "text", "sm_90") == b"binary of text"
     kept.write_bytes(b"somebody else's")
     cold.chmod(0o777)
     with pytest.warns(HeadstartWarning, match="a private folder is used instead"):
-        assert nvrtc.binary("whole", "text", "sm_90") == b"binary of text"
+        assert nvrtc.binary("one_kernel", "text", "sm_90") == b"binary of text"
     assert len(made) == 3
 
 
 def test_what_nobody_used_for_a_month_goes(made: list[str], cold: Path) -> None:
-    nvrtc.binary("whole", "text", "sm_90")
+    nvrtc.binary("one_kernel", "text", "sm_90")
     (kept,) = cold.iterdir()
     month = time.time() - 31 * 86400
     (cold / "older.cubin").write_bytes(b"x")
     for path in cold.iterdir():
         os.utime(path, (month, month))
-    nvrtc.binary("whole", "text", "sm_90")
+    nvrtc.binary("one_kernel", "text", "sm_90")
     assert names(cold) == [kept.name]
     assert made == ["one_kernel.cu"]
 
 
 def test_what_does_not_compile_is_said_and_not_kept(made: list[str], cold: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"whole\.cu does not compile: line 1: what is this\? error$"):
-        nvrtc.binary("whole", "wrong", "sm_90")
+    with pytest.raises(RuntimeError, match=r"one_kernel\.cu does not compile: line 1: what is this\? error$"):
+        nvrtc.binary("one_kernel", "wrong", "sm_90")
     assert names(cold) == []
-    assert nvrtc.binary("whole", "text", "sm_90") == b"binary of text"
+    assert nvrtc.binary("one_kernel", "text", "sm_90") == b"binary of text"

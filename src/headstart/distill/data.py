@@ -23,7 +23,7 @@ from ..config import EngineConfig
 from ..control.controller import FixedController
 from ..engine.engine import Engine
 from ..errors import GenerationFailed, InvalidParameter
-from ..machine import fused
+from ..machine import gpu
 from ..machine.load.loading import Loaded, eos_ids
 from ..machine.runner import EagerRunner
 from ..machine.text import TextCodec
@@ -127,7 +127,7 @@ class _Maker:
             self._marks = chat_marks(loaded.tokenizer)
             self._openers = [list(loaded.tokenizer.encode(words, add_special_tokens=False)) for words in OPENERS]
         model = loaded.model
-        bulk = loaded.report.device.startswith("cuda") and fused.available() is None and fused.why_not(model) is None
+        bulk = loaded.report.device.startswith("cuda") and gpu.available() is None and gpu.why_not(model) is None
         self.way = "self-play" if self._marks is not None and bulk else "engine"
 
     def remember(self, stories: Iterable[Story]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidParameter
-from ..machine import fused
+from ..machine import gpu
 
 __all__ = ["Goal", "Loss", "acceptance", "check_loss", "distance", "draft_tau"]
 
@@ -78,7 +78,7 @@ def _placed(tokens: Tensor, ids: Tensor) -> Tensor:
 
 def _lowered(logits: Tensor) -> bool:
     """Whether the fused kernels do it: on a GPU (or in Triton's interpreter, for tests)."""
-    return fused.available() is None and (logits.is_cuda or not torch.cuda.is_available())
+    return gpu.available() is None and (logits.is_cuda or not torch.cuda.is_available())
 
 
 class _Distance(torch.autograd.Function):

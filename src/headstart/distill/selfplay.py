@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ModelRefused
-from ..machine import fused
+from ..machine import gpu
 from ..machine.runner import EagerRunner
 from .shards import Story
 
@@ -109,9 +109,9 @@ class SelfPlay:
 
         The lowered model reads the second from the device instead, so that a step can be captured.
         """
-        kernels = self.device.type == "cuda" and fused.available() is None and fused.why_not(self.model) is None
+        kernels = self.device.type == "cuda" and gpu.available() is None and gpu.why_not(self.model) is None
         if lowered_too and kernels:
-            lowered = fused.fuse(self.model, rows=self.rows, capacity=self.length + 16)
+            lowered = gpu.fuse(self.model, rows=self.rows, capacity=self.length + 16)
             lengths = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
 
             def quick(tokens: Tensor, before: int) -> Tensor:

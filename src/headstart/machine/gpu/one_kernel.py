@@ -117,7 +117,7 @@ class WholeModel:
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         with_threads = ThreadPoolExecutor(len(TOKENS) * len(SPLITS))
         self._binaries: dict[tuple[int, int], Future[bytes]] | None = {
-            (tokens, splits): with_threads.submit(binary, "whole", source(w, programs, tokens, splits), architecture)
+            (tokens, splits): with_threads.submit(binary, "one_kernel", source(w, programs, tokens, splits), architecture)
             for tokens in TOKENS
             for splits in SPLITS
         }

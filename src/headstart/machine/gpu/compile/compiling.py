@@ -48,7 +48,7 @@ class _Stand:
 
 def _bare_packages(name: str) -> None:
     """Let modules of this package be imported without what the packages around them import."""
-    folder = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parents[1]
     while name:
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]

@@ -34,7 +34,7 @@ __all__ = ["expected", "rehearsal", "rehearsing"]
 log = logging.getLogger(__name__)
 
 _MOST = 32  # processes
-_PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE = __name__.rsplit(".", 2)[0]  # machine.gpu
 
 
 class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -178,11 +178,11 @@ class _Helper:
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
-        modules = [f"{_PACKAGE}.{path.stem}" for path in sorted(Path(__file__).parent.glob("kernels_*.py"))]
+        kernels = sorted(Path(__file__).parents[1].glob("kernels/[!_]*.py"))
         head = {
             "package": _PACKAGE,
             "target": [target.backend, target.arch, target.warp_size],
-            "modules": modules,
+            "modules": [f"{_PACKAGE}.kernels.{path.stem}" for path in kernels],
             "workers": min(os.cpu_count() or 1, _MOST),
         }
         program = [sys.executable, "-P", str(Path(__file__).with_name("compiling.py"))]
