@@ -118,7 +118,7 @@ class AdaptiveController:
         new = sum(len(view.tokens) for view in views if view.id not in self._behind)
         self._again = 1 - new / self._missing if self._missing else 0.0
         gamma = self._choose(views, chances, *line)
-        if gamma > 1 and self.ends_itself and self._drafting:
+        if self._why == _PAYS and self._held and self.ends_itself and self._drafting:
             return limits  # whether to draft is settled here, how far at every token
         if not gamma and self._missing and self._lengths is None:
             # All together cannot be afforded: the one with the least to read. (On a device all rows draft or none.)
@@ -189,7 +189,7 @@ class AdaptiveController:
         pace, wider = self._pace_and_price()
         if not pace or not self._drafting:
             return 0.0
-        return break_even(self._line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID), 1e-3)
+        return break_even(self._line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID - 1), 1e-3)
 
     def least_kept(self) -> float:
         pace, wider = self._pace_and_price()
