@@ -76,9 +76,9 @@ def main() -> None:
     )
     drafter = llm.engine.parts.drafter
     if isinstance(drafter, HeadDrafter):
-        drafter.least_hope, drafter.branch = 0.0, arguments.branch
+        drafter.min_chance_to_extend, drafter.branch = 0.0, arguments.branch
     elif isinstance(drafter, ModelDrafter):
-        drafter._least_hope = None
+        drafter._min_chance_to_extend = None
     chosen = from_folder(arguments.data, arguments.per_kind) if arguments.data else prompts(arguments.per_kind)
     results: dict[str, dict[str, Any]] = {}
     if arguments.kinds:
@@ -95,9 +95,9 @@ def main() -> None:
         console.print(kind, *cells)
         table.add_row(kind, *cells)
     means = {}
-    for heat in sorted({heat for found in results.values() for heat in found}):
-        those = [found[heat] for found in results.values() if heat in found]
-        means[heat] = {name: sum(found[name] for found in those) / len(those) for name in ("alpha", "tau")}
+    for temperature in sorted({temperature for found in results.values() for temperature in found}):
+        those = [found[temperature] for found in results.values() if temperature in found]
+        means[temperature] = {name: sum(found[name] for found in those) / len(those) for name in ("alpha", "tau")}
     asked = [means[f"{t:g}"] for t in arguments.temperatures]
     table.add_row("mean", *(f"{found[name]:.3f}" for found in asked for name in ("alpha", "tau")))
     console.print(table)

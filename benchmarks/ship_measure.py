@@ -55,8 +55,8 @@ def batch_of(stories: list[Story], device: torch.device) -> Batch:
     for row, story in enumerate(stories):
         tokens[row, : len(story.tokens)] = story.tokens
         answer[row, : len(story.tokens)] = story.answer
-    heat = torch.tensor([story.temperature for story in stories], device=device)
-    return Batch(torch.from_numpy(tokens).to(device), torch.from_numpy(answer), heat)
+    temperature = torch.tensor([story.temperature for story in stories], device=device)
+    return Batch(torch.from_numpy(tokens).to(device), torch.from_numpy(answer), temperature)
 
 
 @torch.no_grad()

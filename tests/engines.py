@@ -111,11 +111,13 @@ def table_draft(
     rows: int = 4,
     max_len: int = 64,
     gamma: int = 3,
-    least_hope: Callable[[], float] | None = None,
+    min_chance_to_extend: Callable[[], float] | None = None,
 ) -> ModelDrafter:
     """A draft language model that is another table."""
     runner = TableRunner(draft, rows=rows, max_len=max_len, margin=gamma + 20)
-    return ModelDrafter(runner, vocab_size=draft.shape[-1], width=draft.shape[-1], least_hope=least_hope)
+    return ModelDrafter(
+        runner, vocab_size=draft.shape[-1], width=draft.shape[-1], min_chance_to_extend=min_chance_to_extend
+    )
 
 
 def tree_drafter(draft: torch.Tensor) -> ScriptedDrafter:

@@ -38,18 +38,18 @@ class Terminal:
     """``headstart ARGUMENTS`` on a terminal of its own."""
 
     def __init__(self, *arguments: str, columns: int = 80, **variables: str) -> None:
-        self._end, inner = os.openpty()
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self._end, vocab_ops = os.openpty()
+        fcntl.ioctl(vocab_ops, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         command = [sys.executable, "-c", _ATTACH, sys.executable, "-m", "headstart", *arguments]
         self.process = subprocess.Popen(
             command,
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
+            stdin=vocab_ops,
+            stdout=vocab_ops,
+            stderr=vocab_ops,
             start_new_session=True,
             env=environment(**variables),
         )
-        os.close(inner)
+        os.close(vocab_ops)
         self.shown = ""  # everything so far
         self._seen = 0  # what was waited for already
 

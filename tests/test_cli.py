@@ -33,9 +33,9 @@ def test_help_names_every_command() -> None:
     assert run().stdout == result.stdout
     for command in ("generate", "chat", "demo", "distill"):
         assert command in result.stdout
-        inner = run(command, "--help")
-        assert inner.exit_code == 0
-        assert "--model MODEL" in inner.stdout
+        vocab_ops = run(command, "--help")
+        assert vocab_ops.exit_code == 0
+        assert "--model MODEL" in vocab_ops.stdout
 
 
 def test_help_tells_n_from_n() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headstart.config import DraftConfig
 from headstart.control.adaptive import AdaptiveController
-from headstart.control.controller import FixedController, TwoMinds, controller_for
+from headstart.control.controller import FixedController, GreedyAndSampled, controller_for
 from headstart.types import Proposal, Round, SamplingParams
 
 
@@ -142,7 +142,7 @@ def test_drawn_tokens_do_not_put_greedy_ones_off() -> None:
             return SamplingParams(temperature=0.0)
 
     controller = controller_for(DraftConfig())
-    assert isinstance(controller, TwoMinds)
+    assert isinstance(controller, GreedyAndSampled)
     views = {True: Greedy(), False: Drawn()}
     chosen: dict[bool, list[int]] = {True: [], False: []}
     for i in range(200):
@@ -165,11 +165,11 @@ def test_how_likely_one_more_token_must_be() -> None:
     asked = []
     for step in (0.02, 0.2):
         controller = AdaptiveController(10, ends_itself=True)
-        assert controller.least_hope() == 0.0
+        assert controller.min_chance_to_extend() == 0.0
         play(controller, holds=0.9, cost=FLAT, rounds=60, step=step)
-        asked.append(controller.least_hope())
+        asked.append(controller.min_chance_to_extend())
     assert 0 < asked[0] < asked[1]
-    assert FixedController(4).least_hope() == 0.0, "a fixed draft length is kept"
+    assert FixedController(4).min_chance_to_extend() == 0.0, "a fixed draft length is kept"
 
 
 def test_one_bad_moment_does_not_make_tokens_dear() -> None:

@@ -201,7 +201,7 @@ def test_one_that_is_right_goes_on() -> None:
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_useless_draft_model(params: SamplingParams, ends_itself: bool) -> None:
     slow = SlowTable(-TARGET, rows=2, max_len=400, margin=40)
-    drafter = ModelDrafter(slow, vocab_size=V, width=V, least_hope=(lambda: 0.1) if ends_itself else None)
+    drafter = ModelDrafter(slow, vocab_size=V, width=V, min_chance_to_extend=(lambda: 0.1) if ends_itself else None)
     made = engine(drafter)
     seen = answered(made, params)
     assert 0 < made.stats.drafted < 250
@@ -212,7 +212,7 @@ def test_a_useless_draft_model(params: SamplingParams, ends_itself: bool) -> Non
 def useless_head(runner: EagerRunner) -> HeadDrafter:
     torch.manual_seed(1)
     net = head_for(head_target(), torch.arange(0, TINY_VOCABULARY - 20), ffn=32)
-    return SlowHead(net, runner, vocab_size=TINY_VOCABULARY, hopes=lambda: (0.0, 0.0))
+    return SlowHead(net, runner, vocab_size=TINY_VOCABULARY, agreement=lambda: (0.0, 0.0))
 
 
 @pytest.mark.parametrize("beside_lookup", [False, True])

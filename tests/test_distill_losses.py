@@ -98,11 +98,11 @@ def test_fused_kernels_give_the_same_losses_and_slopes(all_words: bool, monkeypa
     logits = 3 * torch.randn(rows, size, device=device)
     ids = None if all_words else torch.randperm(size, device=device)[:known].sort().values
     guess = 2 * torch.randn(rows, size if all_words else known, device=device)
-    heat = torch.rand(rows, device=device) + 0.5
+    temperature = torch.rand(rows, device=device) + 0.5
 
     def everything(lowered: bool) -> list[Any]:
         monkeypatch.setattr(losses, "_lowered", lambda logits: lowered)
-        goal = Goal.of(logits, ids, heat)
+        goal = Goal.of(logits, ids, temperature)
         found = [goal.log_p, goal.best, *acceptance(goal, guess)]
         for loss in ("forward", "tv", "mix"):
             mine = guess.clone().requires_grad_()

@@ -86,10 +86,10 @@ def test_alpha_rises_and_a_wrong_loss_does_not_get_there(
         """Every position is told what the target says somewhere else."""
 
         @staticmethod
-        def of(logits: Tensor, ids: Tensor | None, heat: Tensor) -> Goal:
-            if not bool((heat == 1).all()):  # in training; measuring stays honest
+        def of(logits: Tensor, ids: Tensor | None, temperature: Tensor) -> Goal:
+            if not bool((temperature == 1).all()):  # in training; measuring stays honest
                 logits = logits.roll(7, 0)
-            return Goal.of(logits, ids, heat)
+            return Goal.of(logits, ids, temperature)
 
     monkeypatch.setattr(train, "Goal", Shuffled)
     wrong = trained(target, corpus, tmp_path / "wrong").marks
@@ -230,8 +230,10 @@ def test_shallow_copies_keep_the_donors_layers(target: PreTrainedModel) -> None:
         torch.testing.assert_close(whole(ids).logits, target(ids).logits)
     narrow = shallow_copy(target, 1, hidden_size=24, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
     assert narrow.get_input_embeddings().weight.shape[1] == 24
-    inner, outer = (m.get_input_embeddings().weight.detach() for m in (narrow, target))
-    near = torch.nn.functional.cosine_similarity((inner @ inner.T).flatten(), (outer @ outer.T).flatten(), dim=0)
+    vocab_ops, outer = (m.get_input_embeddings().weight.detach() for m in (narrow, target))
+    near = torch.nn.functional.cosine_similarity(
+        (vocab_ops @ vocab_ops.T).flatten(), (outer @ outer.T).flatten(), dim=0
+    )
     assert near > 0.7, "words that are alike in the donor are alike in the copy"
     with pytest.raises(InvalidParameter, match=r"1 \.\. 2"):
         shallow_copy(target, 3)

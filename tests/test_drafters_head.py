@@ -17,7 +17,7 @@ from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
 from headstart.distill.students import Batch, HeadStudent, Teacher
-from headstart.drafters.draft_sampler import Pen
+from headstart.drafters.draft_sampler import DraftSampler
 from headstart.drafters.head import HeadDrafter
 from headstart.engine.engine import Engine
 from headstart.machine import int8
@@ -87,7 +87,7 @@ def engine(
     *,
     drafted: bool = True,
     branch: int = 1,
-    least_hope: float = 0.0,
+    min_chance_to_extend: float = 0.0,
     architecture: str = "llama",
     eos: tuple[int, ...] = (),
     window: int = 512,
@@ -96,7 +96,9 @@ def engine(
     drafter = None
     if drafted:
         net = head(architecture, window)
-        drafter = Recorder(net, runner, vocab_size=TINY_VOCABULARY, branch=branch, least_hope=least_hope)
+        drafter = Recorder(
+            net, runner, vocab_size=TINY_VOCABULARY, branch=branch, min_chance_to_extend=min_chance_to_extend
+        )
     config = EngineConfig(max_rows=rows, prefill_chunk=16)
     return Engine(runner, drafter, FixedController(gamma), config, vocab_size=TINY_VOCABULARY, eos=eos)
 
@@ -133,7 +135,7 @@ def test_other_families_have_layers_to_watch_too(architecture: str) -> None:
 
 def test_chains_end_where_the_head_is_unsure() -> None:
     expected = run(engine(1, 1, drafted=False), prompts(5), SETTINGS["greedy"])
-    long, short = engine(8, 5), engine(8, 5, least_hope=0.6)
+    long, short = engine(8, 5), engine(8, 5, min_chance_to_extend=0.6)
     assert run(long, prompts(5), SETTINGS["greedy"]) == expected
     assert run(short, prompts(5), SETTINGS["greedy"]) == expected
     assert short.stats.drafted < 0.8 * long.stats.drafted
@@ -197,7 +199,7 @@ class View:
     seed: int = 0
 
 
-class Forced(Pen):
+class Forced(DraftSampler):
     """Draws what the text says, and remembers the logits."""
 
     texts: ClassVar[list[list[int]]] = []
@@ -216,12 +218,12 @@ class Forced(Pen):
 @pytest.mark.parametrize(("rows", "window"), [(1, 512), (3, 512), (1, 9), (3, 9)])
 def test_drafting_is_what_training_unrolls(rows: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step s of a draft is step s of the training rollout over the same text, for every way of getting there."""
-    monkeypatch.setattr("headstart.drafters.head.Pen", Forced)
+    monkeypatch.setattr("headstart.drafters.head.DraftSampler", Forced)
     torch.manual_seed(1)
     model = tiny_model("llama")
     net = head_for(model, torch.arange(TINY_VOCABULARY), window=window)
     runner = EagerRunner(model, rows=rows, max_len=LONGEST, margin=16, probe=False)
-    drafter = HeadDrafter(net, runner, vocab_size=TINY_VOCABULARY, least_hope=0.0)
+    drafter = HeadDrafter(net, runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0)
     steps = 6
     texts = torch.randint(3, TINY_VOCABULARY, (rows, 60)).tolist()
     Forced.texts = texts

@@ -114,7 +114,7 @@ def test_the_two_prompts_of_the_report() -> None:
 
 def drafter(kind: str, runner: EagerRunner) -> Drafter:
     def made(branch: int = 1) -> HeadDrafter:
-        return HeadDrafter(trained_head(), runner, vocab_size=TINY_VOCABULARY, least_hope=0.0, branch=branch)
+        return HeadDrafter(trained_head(), runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0, branch=branch)
 
     if kind == "portfolio":
         return PortfolioDrafter(made(), lambda views, limits: [min(GAMMA, limit) for limit in limits])

@@ -241,7 +241,7 @@ def both_and_rows() -> tuple[Drafter, Callable[[], list[str]]]:
 
 def head_and_rows() -> tuple[Drafter, Callable[[], list[str]]]:
     runner = EagerRunner(head_target(), rows=3, max_len=96, margin=40)
-    drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, least_hope=0.0)
+    drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0)
     for name, tokens in TEXTS.items():  # it reads the target's own features
         runner.slab.acquire(name, tokens)
         runner.prefill(runner.slab.row(name), tokens[:-1])

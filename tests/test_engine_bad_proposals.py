@@ -16,7 +16,7 @@ from headstart.drafters.base import Drafter
 from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine
 from headstart.machine.cpu import build
-from headstart.machine.cpu.sampling import inner_for
+from headstart.machine.cpu.sampling import vocab_ops_for
 from headstart.types import DraftView, Proposal, Request, SamplingParams
 
 V, GAMMA = 6, 3
@@ -152,7 +152,7 @@ def engine(drafter: Drafter | None, backend: str) -> Engine:
     if backend != "captured":
         made = table_engine(TARGET, drafter, gamma=GAMMA, rows=3)
         if backend == "kernels":
-            made.parts.runner.inner = inner_for(1)  # type: ignore[misc]
+            made.parts.runner.vocab_ops = vocab_ops_for(1)  # type: ignore[misc]
         return made
     runner = DeviceTable(TARGET, rows=3, max_len=64, margin=40)
     rounds = CapturedRounds(runner, None, vocab_size=V, lengths=(0, 1, GAMMA))

@@ -34,7 +34,7 @@ from headstart.maths.distribution import probabilities
 from headstart.maths.noise import race
 from headstart.maths.tree import Topology
 from headstart.maths.verify import chain_rules
-from headstart.maths.vocab_ops import PLAIN, Inner
+from headstart.maths.vocab_ops import PLAIN, VocabOps
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import Completion, Request
 
@@ -56,7 +56,7 @@ def engine(
     overlap: bool = False,
     architecture: str = "llama",
     share: float = 0.15,
-    inner: Inner = PLAIN,
+    vocab_ops: VocabOps = PLAIN,
 ) -> Engine:
     target = EagerRunner(tiny_model(architecture), rows=rows, max_len=96, margin=40)
     drafter = None
@@ -64,7 +64,7 @@ def engine(
         runner = EagerRunner(noisy(tiny_model(architecture), share), rows=rows, max_len=96, margin=40)
         drafter = ModelDrafter(runner, vocab_size=TINY_VOCABULARY, width=TINY_VOCABULARY)
     kind = OverlappedRounds if overlap else CapturedRounds
-    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma), inner=inner)
+    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma), vocab_ops=vocab_ops)
     rounds.warm_up()
     return Engine(
         target,
@@ -246,7 +246,7 @@ def test_a_heads_guesses_are_judged_on_the_device_too(params: SamplingParams) ->
     found = []
     for recorded in (False, True):
         runner = EagerRunner(head_target(), rows=3, max_len=96, margin=40)
-        drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, least_hope=0.0)
+        drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0)
         rounds = CapturedRounds(runner, None, vocab_size=TINY_VOCABULARY, lengths=(0, 1, 2, 4)) if recorded else None
         config = EngineConfig(max_rows=3)
         made = Engine(
@@ -329,7 +329,7 @@ def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int) -> None:
         )
         for i in range(5)
     ]
-    own = run(engine(4, rows, inner=Inner(rejected=rejected, drawn=drawn)), params)
+    own = run(engine(4, rows, vocab_ops=VocabOps(rejected=rejected, drawn=drawn)), params)
     assert own == run(engine(4, rows), params)
     assert asked["rejected"] > 10
     assert asked["drawn"] > 10

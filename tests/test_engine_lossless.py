@@ -38,7 +38,7 @@ def engine_for(kind: str) -> Engine:
         "plain": lambda: None,
         "model": lambda: table_draft(DRAFT, rows=16),
         # Alone in its batch, so that a draft's length hangs on its own tokens and on nothing else.
-        "ending itself": lambda: table_draft(DRAFT, rows=1, least_hope=lambda: 0.6),
+        "ending itself": lambda: table_draft(DRAFT, rows=1, min_chance_to_extend=lambda: 0.6),
         "tree": lambda: tree_drafter(DRAFT),
     }[kind]()
     if kind == "ending itself":

@@ -216,15 +216,15 @@ def test_the_recorded_sampler_follows_the_target(rule: str, warp: dict[str, Any]
 @pytest.mark.parametrize("size", [112, 49152, 151936])
 def test_the_kernels_of_the_inner_loops(size: int) -> None:
     """Keys bit for bit, and the same tokens and distributions as the plain loops."""
-    inner = gpu.inner_loops(torch.device("cuda"))
-    assert inner is not PLAIN
+    vocab_ops = gpu.vocab_ops_of(torch.device("cuda"))
+    assert vocab_ops is not PLAIN
     generator = torch.Generator("cuda").manual_seed(size)
     logits = torch.randn(4, 5, size, device="cuda", generator=generator) * 3
     seeds, base = torch.tensor([1, -7, 1 << 62, 0], device="cuda"), torch.tensor([4, 900, 3, 2], device="cuda")
     offset = torch.arange(5, device="cuda").expand(4, 5)
     stream = torch.tensor([1, 2, 3, 4], device="cuda")
     for asked in ((seeds, base, 0, 2), (seeds, base, offset, stream), (seeds, base[:, None] + offset, 0, 4)):
-        for ours, plain in zip(inner.keys(*asked), noise.keys(*asked), strict=True):
+        for ours, plain in zip(vocab_ops.keys(*asked), noise.keys(*asked), strict=True):
             assert torch.equal(ours, plain)
     params = [
         SamplingParams(top_p=0.95),
@@ -233,14 +233,14 @@ def test_the_kernels_of_the_inner_loops(size: int) -> None:
         SamplingParams(min_p=0.1, top_k=40),
     ]
     warp = Warp.of(params, vocab_size=size, eos=[()] * 4, device="cuda")
-    assert inner.sampled is not None
+    assert vocab_ops.sampled is not None
     from headstart.maths.distribution import probabilities
 
     outputs = torch.zeros(4, dtype=torch.int64, device="cuda")
-    ours = probabilities(logits, warp, outputs=outputs, inner=inner)
+    ours = probabilities(logits, warp, outputs=outputs, vocab_ops=vocab_ops)
     plain = probabilities(logits, warp, outputs=outputs)
     assert torch.allclose(ours, plain, atol=1e-6)
     assert int(((ours > 0) != (plain > 0)).sum()) <= 4  # a token on the very edge may fall either way by rounding
     keys = noise.keys(seeds, base[:, None] + offset, 0, noise.COUPLED)
-    assert torch.equal(inner.race(plain, keys), noise.race(plain, keys))
-    assert torch.equal(inner.argmax(logits), logits.argmax(-1))
+    assert torch.equal(vocab_ops.race(plain, keys), noise.race(plain, keys))
+    assert torch.equal(vocab_ops.argmax(logits), logits.argmax(-1))

@@ -19,7 +19,7 @@ from headstart import LLM, SamplingParams
 from headstart.machine.cpu import build
 from headstart.machine.cpu.head import HeadKernel
 from headstart.machine.cpu.library import declared, instructions
-from headstart.machine.cpu.sampling import inner_for, knobs_of
+from headstart.machine.cpu.sampling import knobs_of, vocab_ops_for
 from headstart.machine.kvcache import Slab
 from headstart.maths import noise
 from headstart.maths.tree import Topology
@@ -109,7 +109,7 @@ def test_drafts_of_a_head(kind: str, on: Any) -> None:
         knobs = [knobs_of(params[i % 2], rule, seed=5 + i, base=40) for i, rule in enumerate(rules)]
         feed = [tokens[20:], tokens[21:], tokens[22:]]
         chains = served.chains(
-            [20, 21, 22], feed, [features[i:] for i in (19, 20, 21)], [5, 5, 5], heat=1.1, knobs=knobs, q=q
+            [20, 21, 22], feed, [features[i:] for i in (19, 20, 21)], [5, 5, 5], temperature=1.1, knobs=knobs, q=q
         )
         return chains, kept, served.step([40] * 3, [chain[0] for chain in chains]).clone(), q
 
@@ -126,7 +126,7 @@ def test_distributions_and_draws(size: int, on: Any) -> None:
     words = noise.keys(noise.seeds(list(range(rows)), "cpu"), torch.arange(rows), 0, noise.COUPLED)
 
     def work() -> tuple[Tensor, Tensor]:
-        return inner_for(2).drawn(x, warp_of(settings, size), words)
+        return vocab_ops_for(2).drawn(x, warp_of(settings, size), words)
 
     native, other = on(work)
     assert same(native[0], other[0])
@@ -139,7 +139,7 @@ def test_verdicts(rule: Any, on: Any) -> None:
     q = near.softmax(-1)
 
     def work() -> list[tuple[int, int]]:
-        judged, found = inner_for(2).judged, []
+        judged, found = vocab_ops_for(2).judged, []
         assert judged is not None
         for seed in range(200):
             words = noise.keys(noise.seeds([seed], "cpu"), torch.tensor([9]), torch.arange(1, 5)[None], noise.DRAFT)

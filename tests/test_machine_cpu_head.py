@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
-from headstart.drafters.draft_sampler import Pen
+from headstart.drafters.draft_sampler import DraftSampler
 from headstart.drafters.head import HeadDrafter
 from headstart.engine.engine import Engine
 from headstart.machine.cpu.build import ISAS, load_kernels
@@ -23,7 +23,7 @@ from headstart.machine.cpu.sampling import knobs_of
 from headstart.machine.head import HeadConfig, HeadNet
 from headstart.machine.kvcache import Slab
 from headstart.machine.runner import EagerRunner
-from headstart.maths.limits import AGREEMENT_HEAT
+from headstart.maths.limits import AGREEMENT_TEMPERATURE
 from headstart.maths.vocab_ops import Rule
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import DraftView, Proposal, Request, SamplingParams
@@ -117,26 +117,33 @@ def test_greedy_chains_are_the_argmaxes_and_end_where_hope_does() -> None:
     head = net()
     tokens, features = text(30)
     expected, logits = recomputed(head, tokens, features, 6)
-    chances = (logits.amax(1) / AGREEMENT_HEAT - (logits / AGREEMENT_HEAT).logsumexp(1)).exp().cumprod(0).tolist()
+    chances = (
+        (logits.amax(1) / AGREEMENT_TEMPERATURE - (logits / AGREEMENT_TEMPERATURE).logsumexp(1))
+        .exp()
+        .cumprod(0)
+        .tolist()
+    )
     served = kernel(head)
     served.remember(0, 0, tokens[:20], features[:19])
 
     def drafted(budget: int, **hope: float) -> list[int]:
-        return served.chains([20], [tokens[20:]], [features[19:]], [budget], heat=AGREEMENT_HEAT, **hope)[0]
+        return served.chains([20], [tokens[20:]], [features[19:]], [budget], temperature=AGREEMENT_TEMPERATURE, **hope)[
+            0
+        ]
 
     assert drafted(6) == expected
     assert drafted(2) == expected[:2]
     for end in (1, 3, 5):  # the token at ``end`` is reached with less than what is asked for
         between = (chances[end] + chances[end - 1]) / 2
-        assert drafted(6, least_hope=between) == expected[:end]
+        assert drafted(6, min_chance_to_extend=between) == expected[:end]
         assert drafted(6, least_next=between) == expected[: end + 1]
-    assert drafted(6, least_next=1.1) == drafted(6, least_hope=1.1) == expected[:1]
+    assert drafted(6, least_next=1.1) == drafted(6, min_chance_to_extend=1.1) == expected[:1]
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 5, "min_p": 0.01}])
 def test_drawn_chains_are_the_pens(rule: Rule, settings: dict[str, Any]) -> None:
-    """Tokens and q as ``Pen`` has them of the very logits, with the request's noise; and as its request says, a row."""
+    """Tokens and q as ``DraftSampler`` has them of the same logits, with the request's noise."""
     head = net()
     (tokens, features), (others, theirs) = text(30), text(30, 1)
     served = kernel(head, 2)
@@ -148,17 +155,19 @@ def test_drawn_chains_are_the_pens(rule: Rule, settings: dict[str, Any]) -> None
             knobs_of(params, rule, seed=seed, base=30),
         ]
         q = torch.full((2, 3, CONFIG.target_vocab), -1.0)
-        greedy, chain = served.chains([0, 0], [others, tokens], [theirs, features], [2, 3], heat=1.0, knobs=knobs, q=q)
+        greedy, chain = served.chains(
+            [0, 0], [others, tokens], [theirs, features], [2, 3], temperature=1.0, knobs=knobs, q=q
+        )
         assert greedy == recomputed(head, others, theirs, 2)[0]
         view = View(tokens, params, seed)
-        pen = Pen([view], CONFIG.target_vocab, CONFIG.target_vocab, torch.device("cpu"), head.ids)
+        sampler = DraftSampler([view], CONFIG.target_vocab, CONFIG.target_vocab, torch.device("cpu"), head.ids)
         logits = served.read([0, 0], [others, tokens], [theirs, features])[1:].clone()
         for offset, token in enumerate(chain):
-            agreed += int(pen.draw(logits, offset)) == token
+            agreed += int(sampler.draw(logits, offset)) == token
             logits = served.step([30 + offset] * 2, [greedy[0], token])[1:].clone()
             seen.add(token)
         if rule != "coupled":
-            torch.testing.assert_close(q[1:], pen.q(), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(q[1:], sampler.q(), rtol=1e-4, atol=1e-7)
     assert agreed >= 119, "but for a race that is all but even"
     assert len(seen) > 10
 
@@ -168,7 +177,7 @@ def test_rejection_sampling_needs_a_place_for_q() -> None:
     knobs = [knobs_of(SamplingParams(), "block", seed=1, base=5)]
     for q in (None, torch.empty(1, 3, CONFIG.target_vocab)):
         with pytest.raises(ValueError, match="q"):
-            served.chains([0], [tokens], [features], [2], heat=1.0, knobs=knobs, q=q)
+            served.chains([0], [tokens], [features], [2], temperature=1.0, knobs=knobs, q=q)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
@@ -187,19 +196,19 @@ def test_a_row_does_not_notice_the_others(kind: str) -> None:
             if start:
                 served.remember(at, 0, tokens[:start], seen[: start - 1])
         alone.append(one.read([start], [feed[row]], [features[row]])[0].clone())
-        chain = one.chains([start], [feed[row]], [features[row]], [budgets[row]], heat=1.0)[0]
+        chain = one.chains([start], [feed[row]], [features[row]], [budgets[row]], temperature=1.0)[0]
         assert len(chain) == budgets[row]
         alone[-1] = (alone[-1], chain)
     together = many.read(starts, feed, features).clone()
     assert all(torch.equal(logits, own[0]) for logits, own in zip(together, alone, strict=True))
-    assert many.chains(starts, feed, features, budgets, heat=1.0) == [own[1] for own in alone]
+    assert many.chains(starts, feed, features, budgets, temperature=1.0) == [own[1] for own in alone]
     # Rows that only come along change nothing, and keep what they have.
     lengths = [len(tokens) for tokens, _ in texts]
     passing = many.chains(
-        [lengths[0], 0, lengths[2]], [[], feed[1], []], [None, features[1], None], [0, 2, 0], heat=1.0
+        [lengths[0], 0, lengths[2]], [[], feed[1], []], [None, features[1], None], [0, 2, 0], temperature=1.0
     )
     assert passing == [[], alone[1][1], []]
-    assert many.chains(starts, feed, features, budgets, heat=1.0) == [own[1] for own in alone]
+    assert many.chains(starts, feed, features, budgets, temperature=1.0) == [own[1] for own in alone]
 
 
 def test_broken_numbers_end_a_chain_and_stay_in_their_row() -> None:
@@ -207,9 +216,9 @@ def test_broken_numbers_end_a_chain_and_stay_in_their_row() -> None:
     (tokens, features), (others, theirs) = text(20), text(20, 1)
     served = kernel(head, 2)
     feed, broken = [tokens, others], features.clone()
-    expected = served.chains([0, 0], feed, [features, theirs], [4, 4], heat=1.0)
+    expected = served.chains([0, 0], feed, [features, theirs], [4, 4], temperature=1.0)
     broken[-1] = float("nan")
-    assert served.chains([0, 0], feed, [broken, theirs], [4, 4], heat=1.0) == [[], expected[1]]
+    assert served.chains([0, 0], feed, [broken, theirs], [4, 4], temperature=1.0) == [[], expected[1]]
 
 
 def test_features_of_the_wrong_shape_are_refused() -> None:
@@ -272,7 +281,7 @@ def drafted(settings: SamplingParams, *, quantized: bool = False, kernel: bool =
     )
     torch.manual_seed(4)
     head = HeadNet(config, range(TINY_VOCABULARY - 20)).eval().requires_grad_(False)
-    drafter = Recorder(head, runner, vocab_size=TINY_VOCABULARY, least_hope=0.0)
+    drafter = Recorder(head, runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0)
     assert not kernel or drafter.use_kernel("float32")
     engine = Engine(
         runner, drafter, FixedController(3), EngineConfig(max_rows=rows), vocab_size=TINY_VOCABULARY, eos=()

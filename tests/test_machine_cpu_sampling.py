@@ -16,11 +16,11 @@ from headstart.drafters.model import ModelDrafter
 from headstart.engine.engine import Engine
 from headstart.engine.judge import VerdictInputs, decide
 from headstart.machine.cpu import build
-from headstart.machine.cpu.sampling import inner_for
+from headstart.machine.cpu.sampling import vocab_ops_for
 from headstart.maths import noise
 from headstart.maths.distribution import History, probabilities, processed
 from headstart.maths.tree import Topology
-from headstart.maths.vocab_ops import DraftedChain, Inner, Rule
+from headstart.maths.vocab_ops import DraftedChain, Rule, VocabOps
 from headstart.maths.warp import Warp
 from headstart.testing import ScriptedDrafter
 from headstart.types import DraftView, Proposal, Request, SamplingParams
@@ -44,12 +44,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=["native", "avx2", "plain"])
-def inner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Inner:
+def vocab_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VocabOps:
     """The loops as each kind of processor runs them, with two threads."""
     if request.param != "plain" and "avx2" not in build._processor():
         pytest.skip("this processor has no AVX2")
     monkeypatch.setenv("HEADSTART_CPU_ISA", request.param)
-    return inner_for(2)
+    return vocab_ops_for(2)
 
 
 def warp_of(settings: list[dict[str, Any]], size: int) -> Warp:
@@ -69,11 +69,13 @@ def outputs(rows: int) -> Tensor:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("size", [7, 211, 5003, 49152])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_same_tokens_stay_with_the_same_probabilities(inner: Inner, name: str, size: int, ties: bool) -> None:
+def test_the_same_tokens_stay_with_the_same_probabilities(
+    vocab_ops: VocabOps, name: str, size: int, ties: bool
+) -> None:
     warp = warp_of([SETTINGS[name], {"temperature": 1.0, "top_p": 0.5}], size)
     x = logits(2, 3, size, ties=ties)
     want = probabilities(x, warp, outputs=outputs(2))
-    got = probabilities(x, warp, outputs=outputs(2), inner=inner)
+    got = probabilities(x, warp, outputs=outputs(2), vocab_ops=vocab_ops)
     differ = (got > 0) != (want > 0)
     # Sums are rounded, so the token at the very edge may fall on either side; equal ones stay or go together.
     assert (
@@ -83,40 +85,40 @@ def test_the_same_tokens_stay_with_the_same_probabilities(inner: Inner, name: st
     torch.testing.assert_close(got.sum(-1), torch.ones(2, 3), rtol=1e-5, atol=0)
 
 
-def test_kept_sets_are_equal_over_many_rows(inner: Inner) -> None:
+def test_kept_sets_are_equal_over_many_rows(vocab_ops: VocabOps) -> None:
     x = logits(1, 300, 4096) * torch.linspace(0.2, 2.0, 300)[:, None]
     for name in ("top_p", "top_k", "min_p", "all"):
         warp = warp_of([SETTINGS[name]], 4096)
-        want, got = (probabilities(x, warp, outputs=outputs(1), **more) for more in ({}, {"inner": inner}))
+        want, got = (probabilities(x, warp, outputs=outputs(1), **more) for more in ({}, {"inner": vocab_ops}))
         assert int(((want > 0) != (got > 0)).sum()) == 0, name
 
 
-def test_a_row_does_not_depend_on_its_company(inner: Inner) -> None:
+def test_a_row_does_not_depend_on_its_company(vocab_ops: VocabOps) -> None:
     settings = [SETTINGS[name] for name in ("plain", "top_p", "all", "warm")]
     x = logits(4, 3, 5003)
-    together = probabilities(x, warp_of(settings, 5003), outputs=outputs(4), inner=inner)
+    together = probabilities(x, warp_of(settings, 5003), outputs=outputs(4), vocab_ops=vocab_ops)
     for row, each in enumerate(settings):
         for node in range(3):
             alone = x[row : row + 1, node : node + 1]
-            found = probabilities(alone, warp_of([each], 5003), outputs=outputs(1), inner=inner)
+            found = probabilities(alone, warp_of([each], 5003), outputs=outputs(1), vocab_ops=vocab_ops)
             assert torch.equal(found[0, 0], together[row, node])
 
 
-def test_broken_rows_are_nan_and_others_are_not(inner: Inner) -> None:
+def test_broken_rows_are_nan_and_others_are_not(vocab_ops: VocabOps) -> None:
     x = logits(5, 1, 5003)
     x[0, 0, 7] = torch.nan
     x[1] = -torch.inf
     x[2, 0, 9] = torch.inf
     x[3, 0, 10:] = -torch.inf
     for name in ("plain", "top_p", "all"):
-        p = probabilities(x, warp_of([SETTINGS[name]] * 5, 5003), outputs=outputs(5), inner=inner)
+        p = probabilities(x, warp_of([SETTINGS[name]] * 5, 5003), outputs=outputs(5), vocab_ops=vocab_ops)
         assert bool(p[:3].isnan().all())
         assert bool(p[3:].isfinite().all())
         assert float(p[3, 0, 10:].sum()) == 0
 
 
 @pytest.mark.parametrize("size", [7, 211, 49152])
-def test_races_and_keys_are_the_plain_ones(inner: Inner, size: int) -> None:
+def test_races_and_keys_are_the_plain_ones(vocab_ops: VocabOps, size: int) -> None:
     nodes = 50 if size < 1000 else 5
     base = torch.arange(8 * nodes).view(8, nodes)
     seeds = noise.seeds([0, 1, -1, 2**63, 2**64 - 5, 12345, -(2**63), 77], "cpu")
@@ -127,23 +129,23 @@ def test_races_and_keys_are_the_plain_ones(inner: Inner, size: int) -> None:
         (seeds, base[:, 0], 3, noise.DRAFT),
         (seeds, base, base % 7, noise.ACCEPT),
     ):
-        for found, wanted in zip(inner.keys(*arguments), noise.keys(*arguments), strict=True):
+        for found, wanted in zip(vocab_ops.keys(*arguments), noise.keys(*arguments), strict=True):
             assert torch.equal(found, wanted)
     words = noise.keys(seeds, base, 0, noise.COUPLED)
     p = torch.softmax(logits(8, nodes, size), -1)
     p[:4] *= p[:4] > 1 / size  # few with mass, as behind top-p
-    assert torch.equal(inner.race(p, words), noise.race(p, words))
-    q, tokens = inner.drawn(
+    assert torch.equal(vocab_ops.race(p, words), noise.race(p, words))
+    q, tokens = vocab_ops.drawn(
         p.log().flatten(0, 1), warp_of([SETTINGS["plain"]] * 8 * nodes, size), tuple(w.view(-1) for w in words)
     )
     assert torch.equal(tokens, noise.race(q.view_as(p), words).view(-1))
     p[0, 0] = 0
     p[1, 1, 3] = torch.nan
     p[1, 1, 5] = torch.nan
-    found = inner.race(p, words)
+    found = vocab_ops.race(p, words)
     assert found[0, 0] == 0
     assert found[1, 1] == 3
-    assert torch.equal(inner.race(p.double(), words), noise.race(p.double(), words))
+    assert torch.equal(vocab_ops.race(p.double(), words), noise.race(p.double(), words))
 
 
 # -- the verdict on a chain, against ``decide``
@@ -181,7 +183,7 @@ def case(number: int, rule: Rule, draw: Literal["iid", "point"], size: int) -> d
 
 @pytest.mark.parametrize("draw", ["iid", "point"])
 @pytest.mark.parametrize("rule", ["token", "block", "coupled", "greedy"])
-def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal["iid", "point"]) -> None:
+def test_verdicts_are_those_of_the_rules(vocab_ops: VocabOps, rule: Rule, draw: Literal["iid", "point"]) -> None:
     lengths: set[int] = set()
     for number in range(300):
         c = case(number, rule, draw, size=83)
@@ -198,10 +200,10 @@ def test_verdicts_are_those_of_the_rules(inner: Inner, rule: Rule, draw: Literal
             kinds=["point" if c["q"] is None else "iid"],
         )
         want = decide(rule if n else "greedy" if rule == "greedy" else "coupled", c["x"][None], given)
-        assert inner.judged is not None
+        assert vocab_ops.judged is not None
         wide = torch.nn.functional.pad(c["x"], (0, 5), value=9.0)[:, :83]  # rows further apart than they are long
         chain = DraftedChain(c["params"], rule, c["seed"], [0] * 40, 3, c["tokens"], c["q"] if n else None)
-        got = inner.judged(wide, chain)
+        got = vocab_ops.judged(wide, chain)
         if not bool(want.ok[0]):
             assert got[1] == -1, number
             continue
@@ -220,9 +222,9 @@ PROMPT = (1, 3, 2)
 def drawn(drafter: Drafter | None, rule: str, rows: int = 16, **params: Any) -> tuple[Engine, Counter[tuple[int, ...]]]:
     """What the engine emits when its rounds are judged by the kernels."""
     engine = table_engine(TARGET, drafter, gamma=3, rows=rows, max_waiting=SAMPLES)
-    engine.parts.runner.inner = inner_for(1)  # type: ignore[misc]
+    engine.parts.runner.vocab_ops = vocab_ops_for(1)  # type: ignore[misc]
     if isinstance(drafter, ModelDrafter):
-        drafter.runner.inner = inner_for(1)  # type: ignore[misc]
+        drafter.runner.vocab_ops = vocab_ops_for(1)  # type: ignore[misc]
     requests = [
         Request(str(seed), PROMPT, SamplingParams(max_tokens=LENGTH + 1, seed=seed, verification=rule, **params))  # type: ignore[arg-type]
         for seed in range(SAMPLES)
@@ -235,7 +237,9 @@ def drawn(drafter: Drafter | None, rule: str, rows: int = 16, **params: Any) -> 
 def test_the_engine_follows_the_target(kind: str, rule: str) -> None:
     rows = 1 if kind == "ending itself" else 16
     hope = (lambda: 0.6) if kind == "ending itself" else None
-    engine, counts = drawn(None if kind == "plain" else table_draft(DRAFT, rows=rows, least_hope=hope), rule, rows)
+    engine, counts = drawn(
+        None if kind == "plain" else table_draft(DRAFT, rows=rows, min_chance_to_extend=hope), rule, rows
+    )
     assert chi_squared(counts, engine.parts.runner.probabilities(PROMPT, LENGTH)) > 1e-4  # type: ignore[attr-defined]
     assert kind == "plain" or 0.2 < engine.stats.acceptance_rate < 0.98
 
@@ -245,10 +249,10 @@ def test_penalties_and_bias_are_the_plain_ones() -> None:
     params: Any = {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {0: 0.7}}
     params["verification"] = "block"
     found = []
-    for loops in (None, inner_for(1)):
+    for loops in (None, vocab_ops_for(1)):
         engine = table_engine(TARGET, table_draft(DRAFT, rows=16), gamma=3, rows=16, max_waiting=SAMPLES)
         if loops is not None:
-            engine.parts.runner.inner = loops  # type: ignore[misc]
+            engine.parts.runner.vocab_ops = loops  # type: ignore[misc]
         settings = [SamplingParams(max_tokens=12, min_tokens=4, seed=seed, **params) for seed in range(40)]
         requests = [Request(str(seed), PROMPT, each) for seed, each in enumerate(settings)]
         found.append([c.token_ids for c in run(engine, requests)])
@@ -293,7 +297,7 @@ def test_bias_and_penalties_at_the_edges_of_the_vocabulary() -> None:
         history=History.of([[1, 2, 2, 30]], [[2, 5, 5]], size, "cpu"),
     )
     before = x.clone()
-    process = inner_for(1).processed
+    process = vocab_ops_for(1).processed
     assert process is not None
     for _ in range(2):  # what it knows of one text is forgotten before the next
         text = [1, 2, 2, 30, 2, 5, 5]

@@ -72,7 +72,7 @@ def test_the_same_tokens_stay_with_the_same_probabilities(batch: str, size: int,
     x = logits(len(params), 2, size, ties)
     warp = Warp.of(params, vocab_size=size, eos=[[]] * len(params), device=DEVICE)
     outputs = torch.zeros(len(params), dtype=torch.int64, device=DEVICE)
-    want, got = (probabilities(x, warp, outputs=outputs, inner=inner) for inner in (PLAIN, INNER))
+    want, got = (probabilities(x, warp, outputs=outputs, vocab_ops=vocab_ops) for vocab_ops in (PLAIN, INNER))
     # A token at the very edge may fall on either side, as sums are rounded; it takes its ties along.
     differ = (got > 0) != (want > 0)
     assert float((got + want)[differ].sum()) < 1e-4 * got.shape[0]

@@ -117,18 +117,18 @@ def test_the_faster_loops_are_passed_by_where_only_tensors_serve(monkeypatch: py
     def forgets(*_: Any) -> Any:
         raise AssertionError("it has never heard of top_k")
 
-    inner = replace(PLAIN, sampled=forgets, drawn=forgets)
+    vocab_ops = replace(PLAIN, sampled=forgets, drawn=forgets)
     logits, outputs = torch.randn(1, 1, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(1)
     make = {"vocab_size": 9, "eos": [()], "device": "cpu"}
     params = warp.Warp.of([SamplingParams(top_k=3)], **make)
     with pytest.raises(AssertionError, match="top_k"):
-        distribution.probabilities(logits, params, outputs=outputs, inner=inner)
+        distribution.probabilities(logits, params, outputs=outputs, vocab_ops=vocab_ops)
     monkeypatch.setattr(warp, "TENSORS_ONLY", frozenset({"top_k"}))
     params = warp.Warp.of([SamplingParams(top_k=3)], **make)
-    p = distribution.probabilities(logits, params, outputs=outputs, inner=inner)
+    p = distribution.probabilities(logits, params, outputs=outputs, vocab_ops=vocab_ops)
     assert int((p > 0).sum()) == 3
     words = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    _, q = draft_sampler.draw_tokens(logits[:, 0], params, words, outputs=outputs, inner=inner)
+    _, q = draft_sampler.draw_tokens(logits[:, 0], params, words, outputs=outputs, vocab_ops=vocab_ops)
     assert q is not None
     assert torch.equal(q, p[:, 0])
 

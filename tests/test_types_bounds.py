@@ -13,9 +13,9 @@ from slow_distribution import probabilities_slowly
 
 from headstart import LLM, InvalidParameter, SamplingParams
 from headstart.machine.cpu import build
-from headstart.machine.cpu.sampling import inner_for
+from headstart.machine.cpu.sampling import vocab_ops_for
 from headstart.maths.distribution import History, argmaxes, probabilities
-from headstart.maths.vocab_ops import PLAIN, Inner
+from headstart.maths.vocab_ops import PLAIN, VocabOps
 from headstart.maths.warp import Warp
 from headstart.testing import tiny_model
 from headstart.values import INT64
@@ -74,8 +74,14 @@ ONE: list[dict[str, Any]] = [
     {"logit_bias": {3: 100.0, 4: -100.0}},
 ]
 CORNERS: list[dict[str, Any]] = [
-    {"temperature": heat, "top_p": top_p, "repetition_penalty": factor, "logit_bias": {3: 100.0, 4: -100.0}, **rest}
-    for heat, top_p, factor in product((1e-30, 100.0), (DENORMAL, 1.0), (0.01, 100.0))
+    {
+        "temperature": temperature,
+        "top_p": top_p,
+        "repetition_penalty": factor,
+        "logit_bias": {3: 100.0, 4: -100.0},
+        **rest,
+    }
+    for temperature, top_p, factor in product((1e-30, 100.0), (DENORMAL, 1.0), (0.01, 100.0))
     for rest in (
         {"presence_penalty": 2.0, "frequency_penalty": 2.0, "min_p": DENORMAL, "top_k": INT64},
         {"presence_penalty": -2.0, "frequency_penalty": -2.0, "min_p": 1.0, "top_k": 1},
@@ -86,8 +92,8 @@ SIZE, PROMPT, OUTPUT = 40, [3, 7, 7, 12], [9, 9, 9, 20]
 
 
 @lru_cache
-def loops() -> dict[str, Inner]:
-    return {"tensors": PLAIN} | ({"kernels": inner_for(1)} if build.why_not() is None else {})
+def loops() -> dict[str, VocabOps]:
+    return {"tensors": PLAIN} | ({"kernels": vocab_ops_for(1)} if build.why_not() is None else {})
 
 
 @pytest.mark.parametrize("settings", ONE + CORNERS, ids=str)
@@ -99,8 +105,10 @@ def test_at_the_bounds_the_distribution_is_the_exact_one(settings: dict[str, Any
     warp = Warp.of([params], vocab_size=SIZE, eos=[()], device="cpu")
     history = History.of([PROMPT], [OUTPUT], SIZE, "cpu")
     exact = torch.tensor(probabilities_slowly(x[0, 0].double().tolist(), params, PROMPT, OUTPUT, SIZE)).double()
-    for name, inner in loops().items():
-        p = probabilities(x, warp, outputs=torch.tensor([len(OUTPUT)]), history=history, inner=inner)[0, 0].double()
+    for name, vocab_ops in loops().items():
+        p = probabilities(x, warp, outputs=torch.tensor([len(OUTPUT)]), history=history, vocab_ops=vocab_ops)[
+            0, 0
+        ].double()
         assert bool(p.isfinite().all()), name
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5), name
         assert float((p - exact).abs().sum()) < 2e-3, name

@@ -6,6 +6,6 @@ Knows: where its names are now. Does not know: anything else.
 from __future__ import annotations
 
 from .control.adaptive import AdaptiveController
-from .control.controller import Controller, FixedController, TwoMinds, controller_for
+from .control.controller import Controller, FixedController, GreedyAndSampled, controller_for
 
-__all__ = ["AdaptiveController", "Controller", "FixedController", "TwoMinds", "controller_for"]
+__all__ = ["AdaptiveController", "Controller", "FixedController", "GreedyAndSampled", "controller_for"]

@@ -83,13 +83,13 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _read_numbers(self) -> None:
-        heat = number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        if 0 < heat < MIN_TEMPERATURE:
+        temperature = number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if 0 < temperature < MIN_TEMPERATURE:
             raise InvalidParameter(
                 "temperature",
-                f"must be 0 (greedy) or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}, not {heat}",
+                f"must be 0 (greedy) or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}, not {temperature}",
             )
-        self._keep("temperature", heat)
+        self._keep("temperature", temperature)
         top_p = number("top_p", self.top_p, 0.0, 1.0)
         if top_p == 0:
             raise InvalidParameter("top_p", "must be above 0 and at most 1, not 0")

@@ -6,6 +6,7 @@ Does not know: what is being tested.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from .drafters.base import Drafter
 from .machine.kvcache import Slab
 from .machine.model_runner import DeviceRunner
 from .maths.tree import Topology
-from .maths.vocab_ops import PLAIN, Inner
+from .maths.vocab_ops import PLAIN, VocabOps
 from .types import DraftView, Proposal, Verdict
 
 __all__ = [
@@ -187,10 +188,10 @@ def tiny_tokenizer(size: int = TINY_VOCABULARY, *, shuffle: int = 0) -> PreTrain
     names = ["<unk>", "<s>", "</s>", *characters[shift:], *characters[:shift]]
     names += [f"<spare{i}>" for i in range(size - len(names))]
     vocabulary = {name: number for number, name in enumerate(names[:size])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    inner.decoder = decoders.Fuse()
+    text = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    text.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=text,
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
@@ -207,7 +208,7 @@ class TableRunner(DeviceRunner):
     slot, rollback or swap shows as a wrong answer. ``logits`` [V, V, V]: [token before, token, next].
     """
 
-    inner: Inner = PLAIN
+    vocab_ops: VocabOps = PLAIN
 
     def __init__(self, logits: Tensor, *, rows: int = 4, max_len: int = 64, margin: int = 16) -> None:
         self.table = logits
@@ -238,6 +239,12 @@ class TableRunner(DeviceRunner):
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
         """See ``DeviceRunner.device_forward``."""
         return self.forward(slice(0, len(tokens)), tokens, lengths.tolist(), keep=keep)
+
+    @property
+    def inner(self) -> VocabOps:
+        """The name of ``vocab_ops`` before 0.2."""
+        warnings.warn("TableRunner.inner is now called vocab_ops", DeprecationWarning, stacklevel=2)
+        return self.vocab_ops
 
     def probabilities(
         self, prompt: Sequence[int], length: int, temperature: float = 1.0

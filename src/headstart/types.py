@@ -102,11 +102,11 @@ class DraftView(Protocol):
 class Advice(Protocol):
     """What a drafter may ask the controller, once a round. 0.0: whatever is asked for is worth its time."""
 
-    def least_hope(self) -> float:
+    def min_chance_to_extend(self) -> float:
         """How likely to be accepted, summed over the rows, one more drafted token must be to be worth its time."""
 
-    def least_chances(self) -> tuple[float, float]:
-        """The same for a token that is drafted already and may still be left out; and ``least_hope``."""
+    def min_chances(self) -> tuple[float, float]:
+        """The same for a token that is drafted already and may still be left out; and ``min_chance_to_extend``."""
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """How many tokens that cost time are worth drafting for each sequence, at most ``limits[i]``."""

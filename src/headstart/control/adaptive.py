@@ -180,7 +180,7 @@ class AdaptiveController:
             self._say(None)  # not by a probe: whoever reads the reason learns from it that drafting is held back
         self._why = _PLAIN
 
-    def least_hope(self) -> float:
+    def min_chance_to_extend(self) -> float:
         """One more token costs a draft step and a wider forward; in that time the rounds so far made so many tokens.
 
         A token's own chance is known only when its step is paid, so the last one's has to tell: divided by what the
@@ -191,12 +191,12 @@ class AdaptiveController:
             return 0.0
         return break_even(self._line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID - 1), 1e-3)
 
-    def least_kept(self) -> float:
+    def min_chance_to_keep(self) -> float:
         pace, wider = self._pace_and_price()
         return break_even(wider, pace)
 
-    def least_chances(self) -> tuple[float, float]:
-        return self.least_kept(), self.least_hope()
+    def min_chances(self) -> tuple[float, float]:
+        return self.min_chance_to_keep(), self.min_chance_to_extend()
 
     def forget(self, sequence_id: str) -> None:
         self._acceptance.forget(sequence_id)

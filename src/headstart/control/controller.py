@@ -17,7 +17,7 @@ from ..config import DraftConfig
 from ..types import Advice, DraftView, Proposal, Round
 from .adaptive import AdaptiveController
 
-__all__ = ["Controller", "FixedController", "TwoMinds", "controller_for"]
+__all__ = ["Controller", "FixedController", "GreedyAndSampled", "controller_for"]
 
 
 class Controller(Advice, Protocol):
@@ -27,7 +27,7 @@ class Controller(Advice, Protocol):
     def meet(
         self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
     ) -> None:
-        """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (``least_hope``).
+        """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (see ``Advice``).
         What was learnt before is forgotten.
 
         ``cost``: bytes that it reads for a token, over the target's. ``lengths``: all rows draft together, and so many
@@ -55,7 +55,7 @@ def controller_for(config: DraftConfig, *, free: bool = False, ends_itself: bool
     if config.gamma != "auto":
         return FixedController(config.gamma)
     greedy, drawn = (AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself) for _ in "ab")
-    return TwoMinds(greedy, drawn)
+    return GreedyAndSampled(greedy, drawn)
 
 
 class FixedController:
@@ -80,10 +80,10 @@ class FixedController:
     def observe(self, rounds: Sequence[Round]) -> None:
         pass
 
-    def least_hope(self) -> float:
+    def min_chance_to_extend(self) -> float:
         return 0.0
 
-    def least_chances(self) -> tuple[float, float]:
+    def min_chances(self) -> tuple[float, float]:
         return 0.0, 0.0
 
     def forget(self, sequence_id: str) -> None:
@@ -93,7 +93,7 @@ class FixedController:
         return None if self.gamma else "gamma is 0, so nothing is drafted"
 
 
-class TwoMinds:
+class GreedyAndSampled:
     """One controller for rounds whose rows are all greedy, another for the rest.
 
     Drawn tokens cost more to draft and to judge and hold less often: what one kind taught must not put the other off.
@@ -126,11 +126,11 @@ class TwoMinds:
     def observe(self, rounds: Sequence[Round]) -> None:
         self._now.observe(rounds)
 
-    def least_hope(self) -> float:
-        return self._now.least_hope()
+    def min_chance_to_extend(self) -> float:
+        return self._now.min_chance_to_extend()
 
-    def least_chances(self) -> tuple[float, float]:
-        return self._now.least_chances()
+    def min_chances(self) -> tuple[float, float]:
+        return self._now.min_chances()
 
     def forget(self, sequence_id: str) -> None:
         self._greedy.forget(sequence_id)

@@ -236,14 +236,14 @@ class _Maker:
     def _answer(self, questions: list[list[int]], seed: int) -> list[Story]:
         heats = [self.settings.temperatures[i % len(self.settings.temperatures)] for i in range(len(questions))]
         params = [
-            SamplingParams(temperature=heat, max_tokens=self.settings.answer_tokens, seed=derive(seed, i + 1))
-            for i, heat in enumerate(heats)
+            SamplingParams(temperature=temperature, max_tokens=self.settings.answer_tokens, seed=derive(seed, i + 1))
+            for i, temperature in enumerate(heats)
         ]
         stories = []
-        for question, answer, heat in zip(questions, self._run(questions, params), heats, strict=True):
+        for question, answer, temperature in zip(questions, self._run(questions, params), heats, strict=True):
             mark = np.zeros(len(question) + len(answer), dtype=np.bool_)
             mark[len(question) :] = True
-            stories.append(Story(np.array([*question, *answer], dtype=np.int32), mark, heat))
+            stories.append(Story(np.array([*question, *answer], dtype=np.int32), mark, temperature))
         return stories
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

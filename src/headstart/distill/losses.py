@@ -42,21 +42,21 @@ class Goal:
 
     log_p: Tensor  # [M, W] float32, at each position's temperature; sums to at most 1
     best: Tensor  # [M] the word that is the target's argmax; -1 if the draft does not know it
-    heat: Tensor  # [M, 1] temperatures
+    temperature: Tensor  # [M, 1] temperatures
 
     @staticmethod
     @torch.no_grad()
-    def of(logits: Tensor, ids: Tensor | None, heat: Tensor, chunk: int = 4096) -> Goal:
+    def of(logits: Tensor, ids: Tensor | None, temperature: Tensor, chunk: int = 4096) -> Goal:
         """From the target's logits [M, V]; ``ids`` [W] are the draft's words (None: all). In pieces, to save memory."""
-        heat = heat[:, None].float()
+        temperature = temperature[:, None].float()
         if _lowered(logits):
             from ..machine.gpu.kernels.distance import log_probs
 
-            found, peaks = log_probs(logits, ids, heat[:, 0], _LEAST)
-            return Goal(found, peaks if ids is None else _placed(peaks, ids), heat)
+            found, peaks = log_probs(logits, ids, temperature[:, 0], _LEAST)
+            return Goal(found, peaks if ids is None else _placed(peaks, ids), temperature)
         log_p, best = [], []
         for at in range(0, len(logits), chunk):
-            z = logits[at : at + chunk].float() / heat[at : at + chunk]
+            z = logits[at : at + chunk].float() / temperature[at : at + chunk]
             whole = z.logsumexp(-1, keepdim=True)
             peak = z.argmax(-1)
             if ids is not None:
@@ -64,10 +64,10 @@ class Goal:
                 peak = _placed(peak, ids)
             log_p.append((z - whole).clamp_min_(_LEAST))
             best.append(peak)
-        return Goal(torch.cat(log_p), torch.cat(best), heat)
+        return Goal(torch.cat(log_p), torch.cat(best), temperature)
 
     def at(self, chosen: Tensor) -> Goal:
-        return Goal(self.log_p[chosen], self.best[chosen], self.heat[chosen])
+        return Goal(self.log_p[chosen], self.best[chosen], self.temperature[chosen])
 
 
 def _placed(tokens: Tensor, ids: Tensor) -> Tensor:
@@ -85,15 +85,15 @@ class _Distance(torch.autograd.Function):
     """The losses ``forward``, ``tv`` and ``mix`` by fused kernels: the same numbers, many times faster."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, log_p: Tensor, heat: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, log_p: Tensor, temperature: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
         from ..machine.gpu.kernels.distance import sums
 
         logits = logits.contiguous()
-        found = sums(logits, log_p, heat)
+        found = sums(logits, log_p, temperature)
         rate, far = found[1].mean(), found[4].mean()
         weight = {"forward": torch.ones_like(rate), "tv": torch.zeros_like(rate)}.get(loss, torch.exp(-_TURN * rate))
         weights = torch.stack([weight, 1 - weight])
-        ctx.save_for_backward(logits, log_p, heat, found, weights)
+        ctx.save_for_backward(logits, log_p, temperature, found, weights)
         ctx.mark_non_differentiable(rate)
         return weights[0] * far + weights[1] * (1 - rate), rate
 
@@ -101,16 +101,16 @@ class _Distance(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         from ..machine.gpu.kernels.distance import slope
 
-        logits, log_p, heat, found, weights = ctx.saved_tensors
-        return slope(logits, log_p, heat, found, weights * (grads[0] / len(logits))), None, None, None
+        logits, log_p, temperature, found, weights = ctx.saved_tensors
+        return slope(logits, log_p, temperature, found, weights * (grads[0] / len(logits))), None, None, None
 
 
 def distance(goal: Goal, logits: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """The mean loss of draft logits [M, W], and the mean acceptance rate."""
     if loss != "reverse" and _lowered(logits):
-        value, rate = _Distance.apply(logits, goal.log_p, goal.heat[:, 0].contiguous(), loss)  # type: ignore[no-untyped-call]
+        value, rate = _Distance.apply(logits, goal.log_p, goal.temperature[:, 0].contiguous(), loss)  # type: ignore[no-untyped-call]
         return value, rate
-    log_q = (logits.float() / goal.heat).log_softmax(-1)
+    log_q = (logits.float() / goal.temperature).log_softmax(-1)
     p = goal.log_p.exp()
     q = log_q.exp()
     alpha = torch.minimum(p, q).sum(-1).mean()
@@ -133,8 +133,8 @@ def acceptance(goal: Goal, logits: Tensor) -> tuple[Tensor, Tensor]:
     if _lowered(logits):
         from ..machine.gpu.kernels.distance import sums
 
-        return sums(logits.contiguous(), goal.log_p, goal.heat[:, 0].contiguous())[1], right
-    q = (logits.float() / goal.heat).softmax(-1)
+        return sums(logits.contiguous(), goal.log_p, goal.temperature[:, 0].contiguous())[1], right
+    q = (logits.float() / goal.temperature).softmax(-1)
     return torch.minimum(goal.log_p.exp(), q).sum(-1), right
 
 

@@ -158,7 +158,7 @@ def _maker(target: Loaded, student: Student) -> MakeDrafter:
 
     def make(runner: EagerRunner) -> Drafter:
         if isinstance(student, HeadStudent):
-            return HeadDrafter(student.frozen(), runner, vocab_size=size, least_hope=0.0)
+            return HeadDrafter(student.frozen(), runner, vocab_size=size, min_chance_to_extend=0.0)
         assert isinstance(student, ModelStudent)
         own = EagerRunner(student.model, rows=1, max_len=runner.max_len, margin=64, probe=False)
         return ModelDrafter(own, vocab_size=size, width=runner.vocab_size)

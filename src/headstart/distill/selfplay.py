@@ -136,7 +136,9 @@ class SelfPlay:
             "tokens": zeros(self.rows, self.length),
             "answer": zeros(self.rows, self.length, dtype=torch.bool),
             "forced": zeros(self.rows, self.length),  # the opening and opener of each row; -1 where the model is free
-            "heat": zeros(self.rows, 2, dtype=torch.float32),  # temperatures of the user's turns and of the answers
+            "temperature": zeros(
+                self.rows, 2, dtype=torch.float32
+            ),  # temperatures of the user's turns and of the answers
             "position": zeros(1),
             "role": zeros(self.rows),
             "said": zeros(self.rows),  # tokens of the running turn
@@ -151,10 +153,10 @@ class SelfPlay:
         if self._vocab_size is not None:
             logits = logits[:, : self._vocab_size]
         following = s["position"] + 1
-        heat = s["heat"].gather(1, s["role"][:, None])  # [R, 1]
+        temperature = s["temperature"].gather(1, s["role"][:, None])  # [R, 1]
         # The exponential race: argmax of logits / T - log(noise), without noise for greedy rows
         noise = torch.empty_like(logits).exponential_().log_()
-        drawn = (logits - noise * heat).argmax(1)
+        drawn = (logits - noise * temperature).argmax(1)
         end = self._ends[s["role"]]
         drawn = torch.where(s["said"] + 1 >= self._longest[s["role"]], end, drawn)
         # A turn that ended goes on with the rest of its bridge.
@@ -199,13 +201,13 @@ class SelfPlay:
         for name in ("position", "role", "said", "bridge", "answer"):
             s[name].zero_()
         forced = np.full((self.rows, self.length), -1, dtype=np.int64)
-        heat = np.zeros((self.rows, 2), dtype=np.float32)
+        temperature = np.zeros((self.rows, 2), dtype=np.float32)
         for row in range(self.rows):
             line = [*self.marks.opening, *self.openers[choose.integers(len(self.openers))]][: self.length]
             forced[row, : len(line)] = line
-            heat[row] = self.user_temperature, self.temperatures[choose.integers(len(self.temperatures))]
+            temperature[row] = self.user_temperature, self.temperatures[choose.integers(len(self.temperatures))]
         s["forced"].copy_(torch.from_numpy(forced))
-        s["heat"].copy_(torch.from_numpy(heat))
+        s["temperature"].copy_(torch.from_numpy(temperature))
         s["tokens"][:, 0] = s["forced"][:, 0]
         torch.manual_seed(seed)
         for before in range(self.length - 1):
@@ -215,4 +217,4 @@ class SelfPlay:
                 self._step(before)
         tokens = s["tokens"].to("cpu", torch.int32).numpy()
         answer = s["answer"].cpu().numpy()
-        return [Story(tokens[row], answer[row], float(heat[row, 1])) for row in range(self.rows)]
+        return [Story(tokens[row], answer[row], float(temperature[row, 1])) for row in range(self.rows)]

@@ -62,7 +62,7 @@ def head_for(
     width = width or hidden
     head_dim = head_dim or int(getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
     heads = heads or max(1, width // head_dim)
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    vocab_ops = getattr(config, "intermediate_size", None) or 4 * hidden
     wanted_kv = kv_heads or int(getattr(config, "num_key_value_heads", None) or heads)
     shape = HeadConfig(
         target_hidden=hidden,
@@ -73,7 +73,7 @@ def head_for(
         heads=heads,
         kv_heads=max(n for n in range(1, min(wanted_kv, heads) + 1) if heads % n == 0),
         head_dim=head_dim,
-        ffn=ffn or int(inner),
+        ffn=ffn or int(vocab_ops),
         vocab=len(ids),
         window=window,
     )

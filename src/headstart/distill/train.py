@@ -167,8 +167,10 @@ class Trainer:
         chosen = _where(_guessed(reading, s.unroll), self.device)  # [M]
         if not len(chosen):  # no answer in these rows: nothing to learn
             return sum((w.sum() * 0 for w in self._weights), torch.zeros((), device=self.device))
-        heat = reading.batch.temperature.clamp_min(_COOLEST)[:, None].expand(reading.batch.tokens.shape).flatten()
-        goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat[chosen])
+        temperature = (
+            reading.batch.temperature.clamp_min(_COOLEST)[:, None].expand(reading.batch.tokens.shape).flatten()
+        )
+        goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, temperature[chosen])
         total, weights = torch.zeros((), device=self.device), 0.0
         with self._half():
             for step, states in enumerate(self.student.rollout(reading, self._depth)):
@@ -205,8 +207,8 @@ class Trainer:
         s, shape = self.settings, reading.batch.tokens.shape
         guessed = _guessed(reading, 0)
         chosen = _where(guessed, self.device)
-        heat = torch.ones(len(chosen), device=self.device)
-        goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, heat)
+        temperature = torch.ones(len(chosen), device=self.device)
+        goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, temperature)
         rates = torch.zeros(2, s.unroll, shape.numel(), device=self.device)
         with self._half():
             for step, states in enumerate(self.student.rollout(reading, self._depth)):

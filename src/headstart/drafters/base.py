@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a drafter may do without
     from ..machine.cpu.library import MatrixRecord
     from ..machine.kvcache import Slab
     from ..machine.model_runner import DeviceRunner, ModelRunner
-    from ..maths.vocab_ops import Inner
+    from ..maths.vocab_ops import VocabOps
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -73,7 +73,7 @@ class TargetView(Protocol):
         """How many threads kernels of the drafter's own may use."""
 
     @property
-    def inner(self) -> Inner:
+    def vocab_ops(self) -> VocabOps:
         """The loops over the vocabulary that suit the target's device."""
 
 
@@ -122,8 +122,8 @@ class Drafter(ABC):
     #: the guess (its ``strength``) before it decides how much of it to verify. False when every drafted
     #: token costs time: the controller decides beforehand.
     free: bool = False
-    #: True when the drafter itself ends a draft that is not likely enough to hold, by ``Controller.least_hope``: the
-    #: budget is then only a ceiling.
+    #: True when the drafter itself ends a draft that is not likely enough to hold (``Advice.min_chance_to_extend``):
+    #: the budget is then only a ceiling.
     ends_itself: bool = False
     #: True when q comes straight from the sampler that drew the tokens (``draft_sampler``): its shape is still
     #: checked in every round, but no longer whether its values are a distribution.

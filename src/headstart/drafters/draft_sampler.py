@@ -18,11 +18,11 @@ from ..maths import noise
 from ..maths.argmax import argmax
 from ..maths.asks import DRAWING, PENALTIES, RULES, TENSORS_ONLY, Served
 from ..maths.distribution import History, Warp, argmaxes, probabilities, processed
-from ..maths.limits import AGREEMENT_HEAT, DRAWN_HOPE
-from ..maths.vocab_ops import PLAIN, Inner
+from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HOPE
+from ..maths.vocab_ops import PLAIN, VocabOps
 from ..types import DraftView, Proposal
 
-__all__ = ["SERVED", "Pen", "draft_keys", "draw_tokens", "fit"]
+__all__ = ["SERVED", "DraftSampler", "draft_keys", "draw_tokens", "fit"]
 
 #: a guess disregards min_tokens; log-probabilities are the target's alone
 SERVED = Served(
@@ -30,7 +30,7 @@ SERVED = Served(
 )
 
 
-class Pen:
+class DraftSampler:
     """Draws the next token of every row the way that row's request asks for, and remembers q where it is needed."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Pen:
         width: int,
         device: torch.device,
         ids: torch.Tensor | None = None,
-        inner: Inner = PLAIN,
+        vocab_ops: VocabOps = PLAIN,
     ) -> None:
         """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have.
 
@@ -48,7 +48,7 @@ class Pen:
         has probability zero.
         """
         params = [view.params for view in views]
-        self.width, self._inner = width, inner
+        self.width, self._inner = width, vocab_ops
         self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
         self.point = [p.greedy or p.rule == "coupled" for p in params]
         self._ids = ids
@@ -82,7 +82,7 @@ class Pen:
             None if self.warp.all_greedy else self._keys(offset),
             outputs=self._outputs + offset,
             history=self._history,
-            inner=self._inner,
+            vocab_ops=self._inner,
         )
         if q is not None and not all(self.point):
             self._q.append(q)
@@ -94,13 +94,13 @@ class Pen:
         low, high = draft_keys(self._seeds, self._base, self._coupled, torch.tensor([offset], device=self._base.device))
         return low[:, 0], high[:, 0]
 
-    def hopes(self) -> torch.Tensor:
+    def agreement(self) -> torch.Tensor:
         """[R] about how likely the target will agree with the last tokens, from their distributions alone.
 
         Never from the tokens that were drawn, so that a draft may end by it. See ``maths.limits``.
         """
         assert self._last is not None
-        logits = self._last.float() / AGREEMENT_HEAT
+        logits = self._last.float() / AGREEMENT_TEMPERATURE
         sure: torch.Tensor = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         if not self._q:
             return sure
@@ -121,14 +121,14 @@ class Pen:
 
 
 def draft_keys(
-    seeds: torch.Tensor, base: torch.Tensor, coupled: torch.Tensor, offset: torch.Tensor, inner: Inner = PLAIN
+    seeds: torch.Tensor, base: torch.Tensor, coupled: torch.Tensor, offset: torch.Tensor, vocab_ops: VocabOps = PLAIN
 ) -> noise.Keys:
     """The noise of drafted tokens number ``offset`` [N] in their round: seeds, base, coupled [R] -> two words [R, N].
 
     Coupled rows share the target's noise at the token's position; the others have noise of their own, by the round.
     """
     shared, base = coupled[:, None], base[:, None]
-    return inner.keys(
+    return vocab_ops.keys(
         seeds,
         torch.where(shared, base + offset, base),
         torch.where(shared, 0, offset + 1),
@@ -143,7 +143,7 @@ def draw_tokens(
     *,
     outputs: torch.Tensor,
     history: History | None = None,
-    inner: Inner = PLAIN,
+    vocab_ops: VocabOps = PLAIN,
     into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logits [R, V] -> tokens [R], and the distributions they were drawn from [R, V] (None if all rows are greedy).
@@ -153,14 +153,14 @@ def draw_tokens(
     Nothing here waits for the device.
     """
     if warp.all_greedy:
-        return argmaxes(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0], None
+        return argmaxes(logits[:, None], warp, outputs=outputs, history=history, vocab_ops=vocab_ops)[:, 0], None
     assert keys is not None
-    if inner.drawn is not None and not warp.any_greedy and not warp.tensors_only:
+    if vocab_ops.drawn is not None and not warp.any_greedy and not warp.tensors_only:
         x = processed(logits[:, None], warp, outputs=outputs, history=history)[:, 0]
-        q, tokens = inner.drawn(x, warp, keys, into)
+        q, tokens = vocab_ops.drawn(x, warp, keys, into)
         return tokens, q
-    q = probabilities(logits[:, None], warp, outputs=outputs, history=history, inner=inner)[:, 0]
-    return inner.race(q, keys), q
+    q = probabilities(logits[:, None], warp, outputs=outputs, history=history, vocab_ops=vocab_ops)[:, 0]
+    return vocab_ops.race(q, keys), q
 
 
 def fit(logits: torch.Tensor, width: int, ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -23,10 +23,10 @@ from ..machine.cpu.head import MOST_ROWS, HeadKernel, why_not
 from ..machine.cpu.open import fall_back
 from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
-from ..maths.limits import LEAST_HOPE
+from ..maths.limits import MIN_CHANCE
 from ..types import DraftView, Proposal
 from .base import DraftContext, Drafter, TargetView
-from .draft_sampler import Pen
+from .draft_sampler import DraftSampler
 from .head_chains import kernel_chains
 
 __all__ = ["HeadDrafter"]
@@ -35,7 +35,7 @@ CATCH_UP = 16  # a row that is further behind than this is brought level on its 
 CHUNK = 1024  # slots of a long prompt that are read at once
 DEPTH = 8  # levels of a tree
 
-Hopes = Callable[[], tuple[float, float]]
+Chances = Callable[[], tuple[float, float]]
 Asked = dict[str, tuple[DraftView, int]]  # sequence id -> the sequence and its budget
 
 
@@ -51,23 +51,25 @@ class HeadDrafter(Drafter):
         target: TargetView,
         *,
         vocab_size: int,
-        least_hope: float | None = None,
-        hopes: Hopes | None = None,
+        min_chance_to_extend: float | None = None,
+        min_chances: Chances | None = None,
         branch: int = 1,
     ) -> None:
-        """``least_hope``: a chain ends before the token that is reached with less than this chance, by the head's own
-        probabilities; 0: never, None: what suits the device. ``hopes`` is asked for it once a draft, and for the chance
-        below which nothing is drafted behind a token (``Advice.least_chances``, summed over the
-        rows). ``branch``: above 1 drafts trees, with this many of the likeliest tokens behind a node; the budget then
-        counts nodes."""
+        """``min_chance_to_extend``: stop drafting when the probability of reaching the next token, by the head's own
+        probabilities, falls below this; 0: never, None: what suits the device. ``min_chances`` is asked for it once a
+        draft, and for the chance below which nothing is drafted behind a token (summed over the rows).
+        ``branch``: above 1 drafts trees, with this many of the likeliest tokens behind a node; the budget then counts
+        nodes."""
         _check_shapes(net, target, vocab_size)
         self.net = net.to(target.device).eval().requires_grad_(False)
         self.target = target
         self.vocab_size = vocab_size
         # To ask how likely a token is means to wait for the device, which is free on a CPU only.
-        self.least_hope = least_hope if least_hope is not None else LEAST_HOPE * (target.device.type == "cpu")
-        self._hopes = hopes if target.device.type == "cpu" else None
-        self.ends_itself = self._hopes is not None
+        self.min_chance_to_extend = (
+            min_chance_to_extend if min_chance_to_extend is not None else MIN_CHANCE * (target.device.type == "cpu")
+        )
+        self._min_chances = min_chances if target.device.type == "cpu" else None
+        self.ends_itself = self._min_chances is not None
         self.branch = branch
         slab = target.slab
         self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
@@ -82,8 +84,8 @@ class HeadDrafter(Drafter):
     def for_target(cls, context: DraftContext) -> HeadDrafter:
         """The head in the folder that ``context.source`` is (see ``machine.head``)."""
         assert isinstance(context.source, Path)
-        hopes = context.advice.least_chances
-        drafter = cls(load_head(context.source), context.target, vocab_size=context.vocab_size, hopes=hopes)
+        min_chances = context.advice.min_chances
+        drafter = cls(load_head(context.source), context.target, vocab_size=context.vocab_size, min_chances=min_chances)
         if not drafter.use_kernel():
             drafter.net.shrink()
         return drafter
@@ -257,9 +259,11 @@ class HeadDrafter(Drafter):
         logits = self.net.logits(y)[:, 0]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        pen = Pen(views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids, self.target.inner)
+        sampler = DraftSampler(
+            views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids, self.target.vocab_ops
+        )
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
-        least_hope, least_next = self._least(len(asked))
+        min_chance_to_extend, least_next = self._least(len(asked))
         reached: Tensor | float = 1.0
         drawn: list[Tensor] = []
         for offset in range(max(budgets)):
@@ -267,25 +271,25 @@ class HeadDrafter(Drafter):
                 # A row whose numbers break down draws -1; it is fed as any token and cut out below.
                 logits, y = self._next(ends, drawn[-1].clamp_min(0), y)
                 ends = [end + 1 for end in ends]
-            drawn.append(pen.draw(logits, offset))
-            if least_hope or least_next:
+            drawn.append(sampler.draw(logits, offset))
+            if min_chance_to_extend or least_next:
                 # What ends a chain is the distribution a token is drawn from, never the token.
-                reached = reached * pen.hopes()
+                reached = reached * sampler.agreement()
                 for row, chance in enumerate(reached.tolist()):
-                    end = offset if offset and chance < least_hope else offset + 1
-                    if chance < max(least_hope * (offset > 0), least_next):
+                    end = offset if offset and chance < min_chance_to_extend else offset + 1
+                    if chance < max(min_chance_to_extend * (offset > 0), least_next):
                         budgets[row] = min(budgets[row], end)
                 if max(budgets) <= offset + 1:
                     break
-        drafted = zip(keys, pen.proposals(drawn, budgets), strict=True)
+        drafted = zip(keys, sampler.proposals(drawn, budgets), strict=True)
         return {key: proposal for key, proposal in drafted if key in asked}
 
     def _least(self, rows: int) -> tuple[float, float]:
         """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
-        if self._hopes is None:
-            return self.least_hope, 0.0
-        kept, followed = self._hopes()
-        return (kept or self.least_hope) / rows, followed / rows
+        if self._min_chances is None:
+            return self.min_chance_to_extend, 0.0
+        kept, followed = self._min_chances()
+        return (kept or self.min_chance_to_extend) / rows, followed / rows
 
     def _next(self, ends: Sequence[int], tokens: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The logits [R, W] behind one drafted token more a row, and the y they come from."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..machine.cpu.head import HeadKernel
 from ..machine.cpu.sampling import REJECTING, Knobs, knobs_of
 from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
-from ..maths.limits import AGREEMENT_HEAT, DRAWN_HEAT
+from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HEAT
 from ..maths.vocab_ops import Rule
 from ..types import DraftView, Proposal
 
@@ -47,8 +47,8 @@ def kernel_chains(
         feed,
         features,
         budgets,
-        heat=AGREEMENT_HEAT,
-        least_hope=least[0],
+        temperature=AGREEMENT_TEMPERATURE,
+        min_chance_to_extend=least[0],
         least_next=least[1],
         knobs=knobs,
         q=q,
@@ -63,5 +63,5 @@ def _knobs(view: DraftView) -> Knobs:
     rule: Rule = "greedy" if view.params.greedy else "coupled" if view.params.rule == "coupled" else "token"
     knobs = knobs_of(view.params, rule, seed=view.seed, base=len(view.tokens))
     if knobs.rule in REJECTING:
-        knobs.heat *= DRAWN_HEAT
+        knobs.temperature *= DRAWN_HEAT
     return knobs

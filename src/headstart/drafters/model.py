@@ -19,7 +19,7 @@ from ..machine.model_runner import DeviceRunner, ModelRunner
 from ..machine.reading import shares, waits_for
 from ..types import DraftView, Proposal
 from .base import DeviceDrafter, DraftContext, Drafter
-from .draft_sampler import Pen, fit
+from .draft_sampler import DraftSampler, fit
 
 __all__ = ["ModelDrafter"]
 
@@ -41,19 +41,20 @@ class ModelDrafter(Drafter):
         vocab_size: int,
         width: int,
         prefill_chunk: int = 512,
-        least_hope: Callable[[], float] | None = None,
+        min_chance_to_extend: Callable[[], float] | None = None,
     ) -> None:
         """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have.
 
-        ``least_hope``: a draft ends where the chance to be reached, by the draft's own probabilities and summed over
-        the rows, falls under this. To ask means to wait for the device, which is free on a CPU only.
+        ``min_chance_to_extend``: stop drafting when the probability of reaching the next token, by the draft's own
+        probabilities and summed over the rows, falls below this. To ask means to wait for the
+        device, which is free on a CPU only.
         """
         self.runner = runner
         self.vocab_size = vocab_size
         self.width = width
         self.prefill_chunk = prefill_chunk
-        self._least_hope = least_hope if runner.device.type == "cpu" else None
-        self.ends_itself = self._least_hope is not None
+        self._min_chance_to_extend = min_chance_to_extend if runner.device.type == "cpu" else None
+        self.ends_itself = self._min_chance_to_extend is not None
         self.needs_torch = not runner.own_threads
         # A target may write ids that the draft has no embedding for; they are read as another token then.
         self._knows = runner.vocab_size if runner.vocab_size < vocab_size else None
@@ -67,7 +68,7 @@ class ModelDrafter(Drafter):
             vocab_size=context.vocab_size,
             width=context.target.vocab_size,
             prefill_chunk=context.prefill_chunk,
-            least_hope=context.advice.least_hope,
+            min_chance_to_extend=context.advice.min_chance_to_extend,
         )
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
@@ -186,7 +187,7 @@ class ModelDrafter(Drafter):
         ]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        pen = Pen(views, self.vocab_size, self.width, device, inner=self.runner.inner)
+        sampler = DraftSampler(views, self.vocab_size, self.width, device, vocab_ops=self.runner.vocab_ops)
 
         widest = max(map(len, feed))
         padded = [line + [0] * (widest - len(line)) for line in feed]
@@ -200,21 +201,21 @@ class ModelDrafter(Drafter):
         fed = [level + len(line) for level, line in zip(levels, feed, strict=True)]
 
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
-        least = self._least_hope() if self._least_hope is not None else 0.0
+        least = self._min_chance_to_extend() if self._min_chance_to_extend is not None else 0.0
         reached = torch.ones(rows, device=device)
-        drawn = [pen.draw(logits, 0)]
+        drawn = [sampler.draw(logits, 0)]
         for offset in range(1, max(budgets)):
             if least:  # what ends a draft is the distribution its last token was drawn from, never the token
-                reached = reached * pen.hopes()
+                reached = reached * sampler.agreement()
                 if sum(r for r, b in zip(reached.tolist(), budgets, strict=True) if b > offset) < least:
                     break
             # A draft whose numbers break down draws -1; it is fed as any token and cut out below.
             logits = self.runner.forward(slice(0, rows), drawn[-1][:, None].clamp_min(0), fed)[:, 0]
             fed = [length + 1 for length in fed]
-            drawn.append(pen.draw(logits, offset))
+            drawn.append(sampler.draw(logits, offset))
 
         proposals = {}
-        for row, (key, proposal) in enumerate(zip(keys, pen.proposals(drawn, budgets), strict=True)):
+        for row, (key, proposal) in enumerate(zip(keys, sampler.proposals(drawn, budgets), strict=True)):
             if key in asked:
                 # Only its own draft, though the batch's longest was fed to every row: the rest may lie past its end.
                 slab.extend(row, [*feed[row], *proposal.tokens[: len(drawn) - 1]])

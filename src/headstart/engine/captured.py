@@ -23,7 +23,7 @@ from torch import Tensor
 from ..drafters.base import DeviceDrafter
 from ..machine.gpu.graphs import Recorder, Recording
 from ..machine.model_runner import DeviceRunner
-from ..maths.vocab_ops import PLAIN, Inner
+from ..maths.vocab_ops import PLAIN, VocabOps
 from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
 from .outcome import DraftFailed, Outcome
@@ -70,7 +70,7 @@ class CapturedRounds:
         *,
         vocab_size: int,
         lengths: Seq[int],
-        inner: Inner = PLAIN,
+        vocab_ops: VocabOps = PLAIN,
         in_one: bool = False,
     ) -> None:
         """``lengths``: the draft lengths there are recordings for, 0 among them. ``in_one``: see ``Programs``."""
@@ -78,7 +78,7 @@ class CapturedRounds:
         self.lengths = tuple(sorted({0, *lengths}))
         slab = target.slab
         self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
-        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), inner, in_one=in_one)
+        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), vocab_ops, in_one=in_one)
         self._recorder = Recorder(target.device)
         self._drafts: dict[Shape, Recording] = {}
         self._verifies: dict[Shape, Recording] = {}

@@ -19,13 +19,13 @@ from ..types import Verdict
 from .captured import CapturedRounds
 from .sequence import Sequence
 
-__all__ = ["Parts"]
+__all__ = ["RoundContext"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
+class RoundContext:
     """What a round is played with."""
 
     runner: ModelRunner

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..types import Proposal
-from .context import Parts
+from .context import RoundContext
 from .outcome import Rows
 from .proposal_check import checked
 from .sequence import Sequence
@@ -33,7 +33,7 @@ class Drafted:
 class HostDrafts:
     """Guesses for the coming round. Players may ask more than once: the same text is guessed about only once."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RoundContext) -> None:
         self._parts = parts
         self._known: tuple[tuple[str, int], ...] = ()
         self._found = Drafted([])
@@ -65,7 +65,7 @@ class HostDrafts:
         self._known = ()
 
 
-def _draft(parts: Parts, sequences: list[Sequence]) -> Drafted:
+def _draft(parts: RoundContext, sequences: list[Sequence]) -> Drafted:
     """A drafter that fails, or proposes nonsense, is dropped for good: the text goes on without it."""
     nothing: list[Proposal | None] = [None] * len(sequences)
     limits = [_limit(parts, sequence) for sequence in sequences]
@@ -93,7 +93,7 @@ def _draft(parts: Parts, sequences: list[Sequence]) -> Drafted:
         return Drafted(nothing)
 
 
-def _limit(parts: Parts, sequence: Sequence) -> int:
+def _limit(parts: RoundContext, sequence: Sequence) -> int:
     """The most tokens worth drafting: a round emits one more than it drafts, and all must fit."""
     if not sequence.params.speculate:
         return 0

@@ -28,7 +28,7 @@ from ..errors import EngineBusy, GenerationFailed, HeadstartError, InvalidParame
 from ..machine.model_runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
-from .context import Parts
+from .context import RoundContext
 from .handle import Handle
 from .listeners import Listeners
 from .players import players
@@ -89,7 +89,7 @@ class Engine:
         self.config = config
         self.max_len = runner.max_len
         self.stats = EngineStats()
-        self.parts = Parts(
+        self.parts = RoundContext(
             runner, drafter, controller, min(vocab_size, runner.vocab_size), self.max_len, max_gamma, captured
         )
         self.players = players(self.parts)

@@ -22,7 +22,7 @@ from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.distribution import History, Nodes, Warp, argmaxes, probabilities
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
-from ..maths.vocab_ops import PLAIN, DraftedChain, Inner, Rule
+from ..maths.vocab_ops import PLAIN, DraftedChain, Rule, VocabOps
 from ..types import Draw, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
@@ -73,7 +73,7 @@ class Batch:
         return self.tokens.shape[1]
 
 
-def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PLAIN) -> list[Verdict | None]:
+def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass).
 
     By the quickest decider that serves all that the rows ask for; ``by_rule`` serves everything.
@@ -85,12 +85,12 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PL
             return follow(logits, batch, vocab_size)
         if batch.width == 1:
             return likeliest(logits, batch, vocab_size)
-    if chains and inner.judged is not None and inner.judges is not None and inner.judges.takes(wanted):
-        return _judge_chains(logits, batch, vocab_size, inner)
-    return by_rule(logits, batch, vocab_size, inner)
+    if chains and vocab_ops.judged is not None and vocab_ops.judges is not None and vocab_ops.judges.takes(wanted):
+        return _judge_chains(logits, batch, vocab_size, vocab_ops)
+    return by_rule(logits, batch, vocab_size, vocab_ops)
 
 
-def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = PLAIN) -> list[Verdict | None]:
+def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """Rows of the same rule together, in tensors, by ``maths.verify``: what every other decider is held against."""
     groups: dict[Group, list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
@@ -101,7 +101,7 @@ def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner = 
         if len(rows) < len(batch.sequences):
             part = Batch.of([batch.sequences[r] for r in rows], [batch.proposals[r] for r in rows], logits.device)
             part_logits = logits[rows, : part.width]
-        for row, verdict in zip(rows, _judge_group(group, part_logits, part, vocab_size, inner), strict=True):
+        for row, verdict in zip(rows, _judge_group(group, part_logits, part, vocab_size, vocab_ops), strict=True):
             verdicts[row] = verdict
     return verdicts
 
@@ -132,10 +132,10 @@ def likeliest(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdi
     return [Verdict.on(None, (), token) if token >= 0 else None for token in found]
 
 
-def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner) -> list[Verdict | None]:
+def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps) -> list[Verdict | None]:
     """Chains, row by row, each in one call or two: what ``decide`` says of them."""
-    assert inner.judged is not None
-    assert inner.processed is not None
+    assert vocab_ops.judged is not None
+    assert vocab_ops.processed is not None
     found: list[Verdict | None] = []
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         chain = DraftedChain(
@@ -150,8 +150,8 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, inner: In
         )
         x = logits[row, : len(chain.tokens) + 1, :vocab_size]
         if sequence.asks & PROCESSING:
-            x = inner.processed(x, chain)
-        held, token = inner.judged(x, chain)
+            x = vocab_ops.processed(x, chain)
+        held, token = vocab_ops.judged(x, chain)
         found.append(Verdict.on(proposal, range(held), token) if token >= 0 else None)
     return found
 
@@ -166,7 +166,7 @@ def group_of(sequence: Sequence, *, drafted: bool) -> Group:
 
 
 def _judge_group(
-    group: Group, logits: torch.Tensor, batch: Batch, vocab_size: int, inner: Inner
+    group: Group, logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps
 ) -> list[Verdict | None]:
     device = logits.device
     sequences = batch.sequences
@@ -185,7 +185,7 @@ def _judge_group(
         history=history,
         seeds=noise.seeds([s.seed for s in sequences], device),
         base=torch.tensor([len(s.tokens) for s in sequences], device=device),
-        inner=inner,
+        vocab_ops=vocab_ops,
         q=None if group in ("greedy", "coupled") else _stack_q(batch, logits.shape[-1]),
         kinds=[proposal.draw if proposal is not None else "point" for proposal in batch.proposals],
     )
@@ -204,7 +204,7 @@ class VerdictInputs:
     history: History | None  # None: no row uses a penalty
     seeds: torch.Tensor  # [R]
     base: torch.Tensor  # [R] committed tokens
-    inner: Inner = PLAIN
+    vocab_ops: VocabOps = PLAIN
     q: torch.Tensor | None = None  # [R, N, V] what the tokens were drawn from; None: point drafts, or no rejection rule
     kinds: Seq[Draw] = ()
 
@@ -213,10 +213,10 @@ class VerdictInputs:
         return {"outputs": self.outputs, "tokens": self.tokens, "topology": self.topology, "history": self.history}
 
     def p(self, logits: torch.Tensor) -> torch.Tensor:
-        return probabilities(logits, self.warp, inner=self.inner, **self.nodes)
+        return probabilities(logits, self.warp, vocab_ops=self.vocab_ops, **self.nodes)
 
     def chance(self) -> CounterChance:
-        return CounterChance(self.seeds, self.base, self.topology.width, self.inner)
+        return CounterChance(self.seeds, self.base, self.topology.width, self.vocab_ops)
 
 
 def decide(group: Group, logits: torch.Tensor, given: VerdictInputs) -> Verdicts:
@@ -230,7 +230,7 @@ def decide(group: Group, logits: torch.Tensor, given: VerdictInputs) -> Verdicts
 def targets_of(group: Literal["greedy", "coupled"], logits: torch.Tensor, given: VerdictInputs) -> torch.Tensor:
     """The token that the target itself puts after each node [R, N+1]; -1 where its numbers are broken."""
     if group == "greedy":
-        return argmaxes(logits, given.warp, inner=given.inner, **given.nodes)
+        return argmaxes(logits, given.warp, vocab_ops=given.vocab_ops, **given.nodes)
     return given.chance().targets(given.p(logits), given.topology.depth)
 
 

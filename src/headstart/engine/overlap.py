@@ -181,7 +181,7 @@ class OverlappedRounds(CapturedRounds):
         # The target draws its bonus with the round's residual noise, or with the position's where it is coupled.
         rejects = s.codes[0, :1] > 0
         base = torch.where(rejects, self._origin + 1, at + 1)
-        keys = programs.inner.keys(s.seeds[:1], base, 0, torch.where(rejects, noise.RESIDUAL, noise.COUPLED))
+        keys = programs.vocab_ops.keys(s.seeds[:1], base, 0, torch.where(rejects, noise.RESIDUAL, noise.COUPLED))
         token, _ = programs.draw(logits, warp, keys, s.outputs[:1])
         torch.clamp_min(token, 0, out=self._guess)
         programs.chain(

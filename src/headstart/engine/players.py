@@ -18,7 +18,7 @@ import torch
 
 from ..types import TokenLogprob, Verdict
 from .captured import CapturedRounds
-from .context import Parts
+from .context import RoundContext
 from .device_rows import served
 from .drafting import Drafted, HostDrafts
 from .judge import Batch, judge, logprobs_along
@@ -44,7 +44,7 @@ class Player(Protocol):
         """After a failure: what is under way is dropped, and nothing on the device is trusted."""
 
 
-def players(parts: Parts) -> tuple[Player, ...]:
+def players(parts: RoundContext) -> tuple[Player, ...]:
     """All that can play here, in the order in which they are asked."""
     drafts = HostDrafts(parts)
     step = StepByStep(parts, drafts)
@@ -60,7 +60,7 @@ class OnDevice:
     to say, plain rounds follow each other without waiting for it; a guess is therefore taken up a round late.
     """
 
-    def __init__(self, parts: Parts, rounds: CapturedRounds, drafts: HostDrafts) -> None:
+    def __init__(self, parts: RoundContext, rounds: CapturedRounds, drafts: HostDrafts) -> None:
         self._parts, self._rounds, self._drafts = parts, rounds, drafts
         self._gamma = 0  # what ``takes`` found best
 
@@ -93,7 +93,7 @@ class OnDevice:
 class StepByStep:
     """Any round at all: the drafter, the target and the rule, called one after another."""
 
-    def __init__(self, parts: Parts, drafts: HostDrafts) -> None:
+    def __init__(self, parts: RoundContext, drafts: HostDrafts) -> None:
         self._parts, self._drafts = parts, drafts
 
     def takes(self, rows: Rows) -> bool:
@@ -112,7 +112,7 @@ class StepByStep:
         batch = Batch.of(rows.sequences, drafted.proposals, parts.runner.device)
         logits = self._forward(batch, rows)
         seconds = perf_counter() - started
-        verdicts = judge(logits, batch, parts.vocab_size, parts.runner.inner)
+        verdicts = judge(logits, batch, parts.vocab_size, parts.runner.vocab_ops)
         logprobs = logprobs_of(logits, batch, verdicts, parts.vocab_size)
         return Outcome(drafted.proposals, verdicts, logprobs, drafted.seconds, seconds, drafted.catch_up_seconds)
 
@@ -144,7 +144,7 @@ class StepByStep:
 class DraftedOnHost:
     """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
 
-    def __init__(self, parts: Parts, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
+    def __init__(self, parts: RoundContext, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
         self._parts, self._rounds, self._drafts, self._step = parts, rounds, drafts, step
 
     def takes(self, rows: Rows) -> bool:

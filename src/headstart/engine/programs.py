@@ -21,7 +21,7 @@ from ..maths.distribution import probabilities
 from ..maths.noise import Keys
 from ..maths.tree import Topology
 from ..maths.verify import Verdicts, coupled_rule
-from ..maths.vocab_ops import PLAIN, Inner
+from ..maths.vocab_ops import PLAIN, VocabOps
 from ..maths.warp import History, Warp
 from ..sampling import MAX_LOGPROBS
 from ..types import Draw
@@ -58,12 +58,12 @@ class Programs:
         target: DeviceRunner,
         drafter: DeviceDrafter | None,
         most: int,
-        inner: Inner = PLAIN,
+        vocab_ops: VocabOps = PLAIN,
         *,
         in_one: bool = False,
     ) -> None:
         """``most``: the longest draft. ``in_one``: a round's end is one kernel."""
-        self.state, self.inner, self._in_one = state, inner, in_one
+        self.state, self.vocab_ops, self._in_one = state, vocab_ops, in_one
         self._target, self._drafter = target, drafter
         rows, device = len(state.lengths), state.device
         self.most = most
@@ -141,7 +141,7 @@ class Programs:
         keys = None
         if shape.kind != "greedy":
             places = torch.arange(steps.start, steps.stop, device=s.device)
-            words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.inner)
+            words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.vocab_ops)
             keys = tuple(_aligned(word.T) for word in words)
         for line, i in enumerate(steps):
             before = drafts[i - 1, :rows, None] if i else self._drafter.readable(fed)
@@ -166,7 +166,7 @@ class Programs:
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See ``drafters.draft_sampler.draw_tokens``."""
-        return draw_tokens(logits, warp, keys, outputs=outputs, history=history, inner=self.inner, into=into)
+        return draw_tokens(logits, warp, keys, outputs=outputs, history=history, vocab_ops=self.vocab_ops, into=into)
 
     # -- verifying
 
@@ -230,7 +230,7 @@ class Programs:
             history=s.history(rows) if shape.kind == "full" else None,
             seeds=s.seeds[:rows],
             base=s.lengths[:rows] if shape.kind == "greedy" else s.lengths[:rows] + 1,  # greedy: not looked at
-            inner=self.inner,
+            vocab_ops=self.vocab_ops,
             q=None if follows else self.q(rows, shape.gamma),
             kinds=kinds,
         )
@@ -238,11 +238,11 @@ class Programs:
     def _verdicts(self, shape: Shape, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the rejection rules say: accepted [R], token [R], ok [R]."""
         s, rows = self.state, shape.rows
-        if shape.kind == "rejected" and self.inner.rejected is not None:
+        if shape.kind == "rejected" and self.vocab_ops.rejected is not None:
             base = s.lengths[:rows] + 1  # before p, so that nothing stands between the kernels that start early
             warp, q = s.warp(rows, shape.kind, draft=False), self.q(rows, shape.gamma)
-            p = probabilities(logits, warp, outputs=s.outputs[:rows], inner=self.inner)
-            return self.inner.rejected(p, q, tokens, s.limits[:rows], s.codes[1, :rows], s.seeds[:rows], base)
+            p = probabilities(logits, warp, outputs=s.outputs[:rows], vocab_ops=self.vocab_ops)
+            return self.vocab_ops.rejected(p, q, tokens, s.limits[:rows], s.codes[1, :rows], s.seeds[:rows], base)
         rejects, block = (s.codes[:, :rows] > 0).unbind(0)
         given = self._given(shape, tokens)
         found = decide_mixed(logits, given, rejects=None if shape.kind == "rejected" else rejects, block=block)

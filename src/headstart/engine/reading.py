@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from ..types import Round
-from .context import Parts
+from .context import RoundContext
 from .judge import Batch, judge
 from .outcome import Outcome, Rows
 from .players import logprobs_of
@@ -22,7 +22,7 @@ from .stats import EngineStats
 __all__ = ["read"]
 
 
-def read(parts: Parts, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | None:
+def read(parts: RoundContext, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | None:
     """The records of the prompts that end here; None if none does."""
     started, runner = perf_counter(), parts.runner
     ended = [i for i, chunk in enumerate(chunks) if chunk.last]
@@ -37,7 +37,7 @@ def read(parts: Parts, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | 
     sequences = [chunks[i].sequence for i in ended]
     batch = Batch.of(sequences, [None] * len(ended), runner.device)
     logits = (logits if len(ended) == len(chunks) else logits[ended])[:, None]
-    verdicts = judge(logits, batch, parts.vocab_size, runner.inner)
+    verdicts = judge(logits, batch, parts.vocab_size, runner.vocab_ops)
     behind = [len(chunks[i].tokens) for i in ended]
     numbers = [chunks[i].row for i in ended]
     rows = Rows(sequences, numbers, [runner.slab.lengths[row] for row in numbers], behind, ahead=False)

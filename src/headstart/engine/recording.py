@@ -12,7 +12,7 @@ import torch
 
 from ..config import DraftConfig
 from ..drafters.base import Drafter
-from ..machine.gpu import available, inner_loops
+from ..machine.gpu import available, vocab_ops_of
 from ..machine.model_runner import DeviceRunner, ModelRunner
 from ..types import Tell
 from .captured import CapturedRounds, draft_lengths
@@ -47,9 +47,11 @@ def open_captured(
     lengths = draft_lengths(config.most, fixed=fixed, few=slow) if drafter is not None else (0,)
     overlap = config.overlap if config.overlap is not None else fixed and not slow
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
-    inner = inner_loops(target.device)
+    vocab_ops = vocab_ops_of(target.device)
     with torch.cuda.device(target.device):
-        rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths, inner=inner, in_one=available() is None)
+        rounds = kind(
+            target, model, vocab_size=vocab_size, lengths=lengths, vocab_ops=vocab_ops, in_one=available() is None
+        )
         return rounds if _recorded(rounds, name, tell, compiled=not slow) else None
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from time import perf_counter
 
 from ..types import Round, Verdict
-from .context import Parts
+from .context import RoundContext
 from .outcome import DraftFailed, Outcome, Rows
 from .players import Player
 from .sequence import Emission, Sequence
@@ -23,7 +23,7 @@ __all__ = ["drain", "first_tokens", "play"]
 
 
 def play(
-    parts: Parts, players: Seq[Player], sequences: list[Sequence], first_row: int, *, ahead: bool = False
+    parts: RoundContext, players: Seq[Player], sequences: list[Sequence], first_row: int, *, ahead: bool = False
 ) -> list[Round]:
     """Play one round for ``sequences``, which sit in consecutive rows of the slab from ``first_row`` on.
 
@@ -36,7 +36,7 @@ def play(
     return _records(parts, rows, outcome, kept, perf_counter() - started)
 
 
-def drain(parts: Parts, players: Seq[Player], sequences: list[Sequence]) -> list[Round] | None:
+def drain(parts: RoundContext, players: Seq[Player], sequences: list[Sequence]) -> list[Round] | None:
     """Take in a round that was launched ahead, before rows move; None if there is none."""
     started = perf_counter()
     outcome = next(filter(None, (player.drain(sequences) for player in players)), None)
@@ -47,12 +47,12 @@ def drain(parts: Parts, players: Seq[Player], sequences: list[Sequence]) -> list
     return _records(parts, rows, outcome, kept, perf_counter() - started)
 
 
-def first_tokens(parts: Parts, rows: Rows, outcome: Outcome, seconds: float) -> list[Round]:
+def first_tokens(parts: RoundContext, rows: Rows, outcome: Outcome, seconds: float) -> list[Round]:
     """The end of a round in which several prompts were read in: each gets its first token."""
     return _records(parts, rows, outcome, _commit(parts, rows, outcome), seconds)
 
 
-def _drafted_and_verified(parts: Parts, players: Seq[Player], rows: Rows) -> Outcome:
+def _drafted_and_verified(parts: RoundContext, players: Seq[Player], rows: Rows) -> Outcome:
     """By the first player that takes the round. If its draft model fails, all are asked once more, without it."""
     try:
         return next(player for player in players if player.takes(rows)).play(rows)
@@ -61,7 +61,7 @@ def _drafted_and_verified(parts: Parts, players: Seq[Player], rows: Rows) -> Out
         return next(player for player in players if player.takes(rows)).play(rows)
 
 
-def _commit(parts: Parts, rows: Rows, outcome: Outcome) -> list[int]:
+def _commit(parts: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
     """Take the accepted tokens and the target's own into the sequences; the slab follows. How many each one kept."""
     slab, kept = parts.runner.slab, [0] * len(rows.sequences)
     for i, (sequence, verdict) in enumerate(zip(rows.sequences, outcome.verdicts, strict=True)):
@@ -89,7 +89,7 @@ def _emissions(outcome: Outcome, i: int, verdict: Verdict) -> list[Emission]:
     return emissions
 
 
-def _records(parts: Parts, rows: Rows, outcome: Outcome, kept: Seq[int], seconds: float) -> list[Round]:
+def _records(parts: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], seconds: float) -> list[Round]:
     """The telemetry of the round, a record for each sequence."""
     rounds, drafter = [], parts.drafter_name
     widest = max(len(p) if p is not None else 0 for p in outcome.proposals)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..maths.tree import Topology
-from ..maths.vocab_ops import Inner
+from ..maths.vocab_ops import VocabOps
 from .kvcache import Slab
 from .pieces import Pieces, check_pieces
 
@@ -37,7 +37,7 @@ class ModelRunner(Protocol):
     invariant: bool = False
 
     @property
-    def inner(self) -> Inner:
+    def vocab_ops(self) -> VocabOps:
         """The loops over the vocabulary that suit where the logits come out."""
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import HeadstartError, ModelRefused
 from ..maths.tree import Topology
-from ..maths.vocab_ops import PLAIN, Inner
+from ..maths.vocab_ops import PLAIN, VocabOps
 from .attention import evaluating, lend, lock_of, wants_grouped
 from .hidden_states import Watch, Watched
 from .kvcache import MARGIN, Slab
@@ -78,7 +78,7 @@ def context_limit(config: Any) -> int | None:
 class EagerRunner(Watched, DeviceRunner):
     """Any Hugging Face causal LM over the slab, through its own modules, under ``torch.inference_mode``."""
 
-    inner: Inner = PLAIN
+    vocab_ops: VocabOps = PLAIN
 
     def __init__(
         self, model: PreTrainedModel, *, rows: int = 1, max_len: int = 2048, margin: int = MARGIN, probe: bool = True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import noise
-from .vocab_ops import PLAIN, Inner
+from .vocab_ops import PLAIN, VocabOps
 
 __all__ = ["Chance", "CounterChance", "sound"]
 
@@ -48,8 +48,8 @@ class CounterChance:
     width: nodes a row can have (``Topology.width`` or more).
     """
 
-    def __init__(self, seeds: Tensor, base: Tensor, width: int = 256, inner: Inner = PLAIN) -> None:
-        self._seeds, self._base, self._width, self._inner = seeds, base, width, inner
+    def __init__(self, seeds: Tensor, base: Tensor, width: int = 256, vocab_ops: VocabOps = PLAIN) -> None:
+        self._seeds, self._base, self._width, self._inner = seeds, base, width, vocab_ops
         self._uniform: Tensor | None = None  # [R, width], made when first asked for
 
     def accept(self, node: Tensor, probability: Tensor) -> Tensor:

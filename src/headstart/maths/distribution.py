@@ -24,7 +24,7 @@ from torch import Tensor
 from .asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from .limits import CPU_CACHE
 from .tree import Topology
-from .vocab_ops import PLAIN, Inner
+from .vocab_ops import PLAIN, VocabOps
 from .warp import History, Warp
 
 __all__ = ["SERVED", "History", "Nodes", "Warp", "argmaxes", "probabilities", "processed"]
@@ -193,25 +193,25 @@ def _truncate(p: Tensor, most_k: int, min_p: Tensor | None, top_k: Tensor | None
     return p.div_(p.sum(1, keepdim=True))
 
 
-def probabilities(logits: Tensor, warp: Warp, *, inner: Inner = PLAIN, **nodes: Unpack[Nodes]) -> Tensor:
+def probabilities(logits: Tensor, warp: Warp, *, vocab_ops: VocabOps = PLAIN, **nodes: Unpack[Nodes]) -> Tensor:
     """The distribution each node's next token is drawn from: logits [R, N, V] -> [R, N, V], a new tensor.
 
     A greedy row gets all its mass on the first largest logit.
     """
     x = processed(logits, warp, **nodes)
     if warp.all_greedy:
-        best = inner.argmax(x).unsqueeze(-1)
+        best = vocab_ops.argmax(x).unsqueeze(-1)
         peak = x.gather(-1, best)
         return torch.zeros_like(x).scatter_(-1, best, peak - peak + 1)  # NaN where the peak is not finite
-    if inner.sampled is not None and not warp.tensors_only:
-        p = inner.sampled(x, warp)
+    if vocab_ops.sampled is not None and not warp.tensors_only:
+        p = vocab_ops.sampled(x, warp)
     elif warp.temperature is None and warp.min_p is None and warp.top_k is None and warp.top_p is None:
         p = torch.softmax(x, -1)
     else:
         p = _sampled(x, warp)
     if warp.any_greedy:
         greedy = warp.greedy.to(x.dtype).view(-1, 1, 1)
-        p.mul_(1 - greedy).scatter_add_(-1, inner.argmax(x).unsqueeze(-1), greedy.expand(-1, x.shape[1], -1))
+        p.mul_(1 - greedy).scatter_add_(-1, vocab_ops.argmax(x).unsqueeze(-1), greedy.expand(-1, x.shape[1], -1))
     return p
 
 
@@ -222,14 +222,14 @@ def _sampled(x: Tensor, warp: Warp) -> Tensor:
     def each(values: Tensor | None) -> Tensor | None:  # one for each node: [R * N, 1]
         return None if values is None else values.repeat_interleave(nodes).unsqueeze(1)
 
-    heat, min_p, top_k, top_p = each(warp.temperature), each(warp.min_p), each(warp.top_k), each(warp.top_p)
+    temperature, min_p, top_k, top_p = each(warp.temperature), each(warp.min_p), each(warp.top_k), each(warp.top_p)
     flat, result = x.reshape(-1, size), torch.empty_like(x).view(-1, size)
     for part in _parts(rows * nodes, size, x.device):
         y = flat[part]
         if warp.cold:
             y = y - y.amax(1, keepdim=True)
-        if heat is not None:
-            y = y / heat[part].to(x.dtype)
+        if temperature is not None:
+            y = y / temperature[part].to(x.dtype)
         y = torch.softmax(y, 1)
         if not (min_p is None and top_k is None and top_p is None):
             mine = [None if knob is None else knob[part] for knob in (min_p, top_k, top_p)]
@@ -238,7 +238,7 @@ def _sampled(x: Tensor, warp: Warp) -> Tensor:
     return result.view(rows, nodes, size)
 
 
-def argmaxes(logits: Tensor, warp: Warp, *, inner: Inner = PLAIN, **nodes: Unpack[Nodes]) -> Tensor:
+def argmaxes(logits: Tensor, warp: Warp, *, vocab_ops: VocabOps = PLAIN, **nodes: Unpack[Nodes]) -> Tensor:
     """The greedy token of each node: logits [R, N, V] -> [R, N] int64; -1 where the logits are broken.
 
     Temperature and truncation cannot move an argmax, so they are left out.
@@ -247,7 +247,7 @@ def argmaxes(logits: Tensor, warp: Warp, *, inner: Inner = PLAIN, **nodes: Unpac
         x = logits[..., : warp.vocab_size]  # a view: nothing is copied or converted
     else:
         x = processed(logits, warp, **nodes)
-    if inner.peaks is not None:
-        return inner.peaks(x)
-    best = inner.argmax(x)
+    if vocab_ops.peaks is not None:
+        return vocab_ops.peaks(x)
+    best = vocab_ops.argmax(x)
     return torch.where(x.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite(), best, -1)

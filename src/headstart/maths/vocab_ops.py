@@ -1,9 +1,9 @@
 """The inner loops over the vocabulary, which a machine may have faster versions of.
 
-Knows: their plain forms. Does not know: any machine; whoever has faster ones passes an ``Inner`` of its own, whose
+Knows: their plain forms. Does not know: any machine; whoever has faster ones passes a ``VocabOps`` of its own, whose
 functions must give what these give: the same law, the same noise, the same order among equals. A float may differ in
 its last bits, so a token at the very edge of a nucleus may fall on either side, and a race that is all but even may go
-the other way. One ``Inner`` must not contradict itself: what it says of a row may not depend on the row's company,
+the other way. One ``VocabOps`` must not contradict itself: what it says of a row may not depend on the row's company,
 or coupled drafts would change the text.
 """
 
@@ -21,7 +21,7 @@ from .argmax import argmax
 from .asks import Served
 from .warp import Warp
 
-__all__ = ["PLAIN", "ChainReject", "DraftedChain", "Inner", "RowDraw", "Rule"]
+__all__ = ["PLAIN", "ChainReject", "DraftedChain", "RowDraw", "Rule", "VocabOps"]
 
 Rule = Literal["greedy"] | Verification
 
@@ -64,7 +64,7 @@ class ChainReject(Protocol):
 
 
 @dataclass(frozen=True)
-class Inner:
+class VocabOps:
     """What everything sampled goes through."""
 
     argmax: Callable[[Tensor], Tensor] = argmax
@@ -87,4 +87,4 @@ class Inner:
     judges: Served | None = None  # what those two serve
 
 
-PLAIN = Inner()
+PLAIN = VocabOps()

@@ -47,7 +47,7 @@ class _CallRecord(Structure):
         *each(c_void_p, "counts starts tokens features y logits"),
         ("most", c_int32),
         ("budgets", c_void_p),
-        *each(c_float, "least_hope least_next heat"),
+        *each(c_float, "min_chance_to_extend least_next temperature"),
         *each(c_void_p, "drafted knobs q"),
     ]
 
@@ -146,15 +146,15 @@ class HeadKernel:
         features: Sequence[Tensor | None],
         budgets: Sequence[int],
         *,
-        heat: float,
-        least_hope: float = 0.0,
+        temperature: float,
+        min_chance_to_extend: float = 0.0,
         least_next: float = 0.0,
         knobs: Sequence[Knobs] = (),
         q: Tensor | None = None,
     ) -> list[list[int]]:
         """Read as ``read`` does, and draft at most ``budgets[r]`` tokens a row: none but the first that is reached
-        with less than ``least_hope``, and none behind one that is reached with less than ``least_next``, by the
-        probabilities at temperature ``heat``.
+        with less than ``min_chance_to_extend``, and none behind one that is reached with less than ``least_next``, by
+        the probabilities at ``temperature``.
 
         ``knobs``: how each row draws its tokens; without, all take the likeliest. ``q`` [R, most, V], float32 and
         contiguous: to be filled with what they were drawn from, for rows that follow the token or the block rule.
@@ -173,9 +173,9 @@ class HeadKernel:
             features,
             most=most,
             budgets=ctypes.addressof(wanted),
-            least_hope=least_hope,
+            min_chance_to_extend=min_chance_to_extend,
             least_next=least_next,
-            heat=heat,
+            temperature=temperature,
             drafted=ctypes.addressof(drafted),
             knobs=ctypes.addressof(settings) if knobs else None,
             q=q.data_ptr() if q is not None else None,

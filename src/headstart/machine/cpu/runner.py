@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ...errors import ModelRefused
 from ...maths.tree import Topology
-from ...maths.vocab_ops import Inner
+from ...maths.vocab_ops import VocabOps
 from ..hidden_states import Watched
 from ..kvcache import MARGIN, Slab
 from ..model_runner import ModelRunner
 from ..pieces import Pieces, check_pieces
 from .library import CallRecord, LayerRecord, MatrixRecord, ModelRecord, kernels, pool
 from .packed import Packed
-from .sampling import inner_for
+from .sampling import vocab_ops_for
 from .threads import Pace
 
 if TYPE_CHECKING:
@@ -166,9 +166,9 @@ class CpuRunner(Watched, ModelRunner):
         self._pace.took((tokens, longest.bit_length()), perf_counter() - begun)
 
     @property
-    def inner(self) -> Inner:
-        """See ``ModelRunner.inner``."""
-        return inner_for(self._pace.threads())
+    def vocab_ops(self) -> VocabOps:
+        """See ``ModelRunner.vocab_ops``."""
+        return vocab_ops_for(self._pace.threads())
 
     @property
     def threads(self) -> int:

@@ -20,12 +20,12 @@ from torch import Tensor
 from ...maths import noise
 from ...maths.asks import DRAWING, PROCESSING, TENSORS_ONLY, Served
 from ...maths.limits import NO_TOP_K
-from ...maths.vocab_ops import DraftedChain, Inner, Rule
+from ...maths.vocab_ops import DraftedChain, Rule, VocabOps
 from ...maths.warp import Warp, temperature_of
 from ...types import SamplingParams
 from .library import each, kernels, pool
 
-__all__ = ["REJECTING", "SERVED", "Knobs", "inner_for", "knobs_of"]
+__all__ = ["REJECTING", "SERVED", "Knobs", "knobs_of", "vocab_ops_for"]
 
 #: log-probabilities are read off the same logits
 SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs"}, TENSORS_ONLY)
@@ -34,13 +34,13 @@ REJECTING = (RULES["token"], RULES["block"])  # these ask what a token was drawn
 
 
 class Knobs(Structure):  # see csrc/sampling.h
-    _fields_ = [*each(c_float, "heat min_p top_p"), ("rule", c_int32), *each(c_int64, "top_k seed base")]
+    _fields_ = [*each(c_float, "temperature min_p top_p"), ("rule", c_int32), *each(c_int64, "top_k seed base")]
 
 
 def knobs_of(params: SamplingParams, rule: Rule, *, seed: int, base: int) -> Knobs:
     """A row's settings for the kernels; ``base``: tokens committed so far. Seeds are 64 bits, signed or not."""
-    heat, top_k = temperature_of(params), params.top_k or NO_TOP_K
-    return Knobs(heat, params.min_p, params.top_p, RULES[rule], top_k, seed, base)
+    temperature, top_k = temperature_of(params), params.top_k or NO_TOP_K
+    return Knobs(temperature, params.min_p, params.top_p, RULES[rule], top_k, seed, base)
 
 
 class _Loops:
@@ -121,10 +121,10 @@ class _Loops:
 
 
 @cache
-def inner_for(threads: int) -> Inner:
+def vocab_ops_for(threads: int) -> VocabOps:
     """The inner loops on so many threads."""
     loops = _Loops(threads)
-    return Inner(
+    return VocabOps(
         race=loops.race,
         keys=_keys,
         sampled=loops.sampled,
@@ -147,7 +147,7 @@ class _Past(Structure):  # see csrc/penalties.cpp
 
 
 def _processed(logits: Tensor, chain: DraftedChain) -> Tensor:
-    """See ``maths.vocab_ops.Inner``."""
+    """See ``maths.vocab_ops.VocabOps``."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     params, endings, nodes = chain.params, chain.endings, len(chain.tokens) + 1

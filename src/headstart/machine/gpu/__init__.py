@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...maths.vocab_ops import PLAIN, Inner
+from ...maths.vocab_ops import PLAIN, VocabOps
 from ..lower import why_not
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .model import FusedModel
     from .runner import FusedRunner
 
-__all__ = ["available", "fuse", "inner_loops", "open_runner", "reason_against", "why_not"]
+__all__ = ["available", "fuse", "open_runner", "reason_against", "vocab_ops_of", "why_not"]
 
 
 def available() -> str | None:
@@ -54,7 +54,7 @@ def fuse(
     return FusedModel(weights, weights.buffers(rows, capacity), **kind)
 
 
-def inner_loops(device: torch.device) -> Inner:
+def vocab_ops_of(device: torch.device) -> VocabOps:
     """The fastest loops over the vocabulary for tensors on this device."""
     if device.type != "cuda" or available() is not None:
         return PLAIN

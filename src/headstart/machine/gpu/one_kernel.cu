@@ -46,7 +46,7 @@ struct Shared {
 };
 
 // The new tokens' queries of one head over KEYS of its keys, to the board.
-__device__ __forceinline__ void attend(Shared& m, int head, int split, int length, float heat, uint4* board, u32 mark) {
+__device__ __forceinline__ void attend(Shared& m, int head, int split, int length, float temperature, uint4* board, u32 mark) {
   int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   int c = lane % LANES, group = lane / LANES;
   float q[T][8], score[T][TURNS];
@@ -85,7 +85,7 @@ __device__ __forceinline__ void attend(Shared& m, int head, int split, int lengt
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
       int key = split * KEYS + (i * WARPS + warp) * AT_ONCE + group;
-      score[t][i] = key <= length + t ? score[t][i] * heat : -1e30f;
+      score[t][i] = key <= length + t ? score[t][i] * temperature : -1e30f;
       top = fmaxf(top, score[t][i]);
     }
 #pragma unroll
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int unit = PROGRAMS - 1 - program;  // of attention, from the end: the last programs have the least to do else
   const bool attends = unit < HEADS * splits;
   const int head = unit % HEADS, split = unit / HEADS, kv = head / (HEADS / KV);
-  const float heat = rsqrtf((float)D) * 1.4426950408889634f;
+  const float temperature = rsqrtf((float)D) * 1.4426950408889634f;
 
   // Rows of queries, keys and values come in the pairs that turn together.
   const int pair = (program * R_QKV) / 2 + lane, pair_head = pair / HALF, channel = pair % HALF;
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       }
       __syncthreads();
-      attend(m, head, split, length, heat, board.attended, mark);
+      attend(m, head, split, length, temperature, board.attended, mark);
     }
 
     // Output projection.

@@ -42,10 +42,10 @@ class _Sizes:
     def __init__(self, weights: Weights, programs: int) -> None:
         w = weights
         self.programs = programs
-        inner, qkv = w.heads * w.head_dim, (w.heads + 2 * w.kv_heads) * w.head_dim
+        vocab_ops, qkv = w.heads * w.head_dim, (w.heads + 2 * w.kv_heads) * w.head_dim
         rows_qkv, rows_x, rows_f = self.rows = [2 * pieces(n, 2 * programs) for n in (qkv, w.hidden, w.ffn)]
         self.with_x = pieces(w.hidden, rows_x)
-        self.products = [(rows_qkv, w.hidden), (rows_x, inner), (2 * rows_f, w.hidden), (rows_x, w.ffn)]
+        self.products = [(rows_qkv, w.hidden), (rows_x, vocab_ops), (2 * rows_f, w.hidden), (rows_x, w.ffn)]
         x = self.with_x * pieces(rows_x, _VALUES)
         heads = w.heads * max(SPLITS) * w.head_dim // 4
         quads = [
@@ -117,7 +117,9 @@ class WholeModel:
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         with_threads = ThreadPoolExecutor(len(TOKENS) * len(SPLITS))
         self._binaries: dict[tuple[int, int], Future[bytes]] | None = {
-            (tokens, splits): with_threads.submit(binary, "one_kernel", source(w, programs, tokens, splits), architecture)
+            (tokens, splits): with_threads.submit(
+                binary, "one_kernel", source(w, programs, tokens, splits), architecture
+            )
             for tokens in TOKENS
             for splits in SPLITS
         }

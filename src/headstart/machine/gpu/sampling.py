@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...maths import noise
-from ...maths.vocab_ops import Inner
+from ...maths.vocab_ops import VocabOps
 from ...maths.warp import Warp
 from .kernels import sampling
 from .kernels.keys import keys
@@ -51,4 +51,4 @@ def _drawn(x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None)
     return p, tokens
 
 
-INNER = Inner(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn, rejected=rejected)
+INNER = VocabOps(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn, rejected=rejected)

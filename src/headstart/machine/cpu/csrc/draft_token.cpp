@@ -11,11 +11,11 @@
 namespace hs {
 namespace {
 
-// The likeliest word, and its probability at temperature ``heat``.
-Word likeliest(const float* logits, int vocab, float heat) {
+// The likeliest word, and its probability at temperature ``temperature``.
+Word likeliest(const float* logits, int vocab, float temperature) {
     const int best = (int)first_largest(logits, vocab);
     if (!std::isfinite(logits[best])) return {-1, 0.0f};
-    const vf most = splat(logits[best]), inverse = splat(1.0f / heat);
+    const vf most = splat(logits[best]), inverse = splat(1.0f / temperature);
     const double mass = summed(vocab, [&](int i, bool whole) {
         return exponential(((whole ? load(logits + i) : load_some(logits + i, vocab - i, -INFINITY)) - most) * inverse);
     });
@@ -24,8 +24,8 @@ Word likeliest(const float* logits, int vocab, float heat) {
 
 }  // namespace
 
-Word next_word(const Head& h, const float* logits, const Knobs* knobs, int offset, float heat, float* q) {
-    if (!knobs || knobs->rule == GREEDY) return likeliest(logits, h.vocab, heat);
+Word next_token(const Head& h, const float* logits, const Knobs* knobs, int offset, float temperature, float* q) {
+    if (!knobs || knobs->rule == GREEDY) return likeliest(logits, h.vocab, temperature);
     static thread_local std::vector<float> room;
     room.resize(h.vocab);
     float* p = room.data();
@@ -33,7 +33,7 @@ Word next_word(const Head& h, const float* logits, const Knobs* knobs, int offse
     if (!std::isfinite(most)) return {-1, 0.0f};
     if (knobs->rule == COUPLED_RULE) {  // the noise is the target's own at that position
         const Words noise = noise_of(knobs->seed, knobs->base + offset, 0, COUPLED);
-        return {(int)race(p, h.ids, h.vocab, noise), likeliest(logits, h.vocab, heat).hope};
+        return {(int)race(p, h.ids, h.vocab, noise), likeliest(logits, h.vocab, temperature).hope};
     }
     const Words noise = noise_of(knobs->seed, knobs->base, offset + 1, DRAFT);
     std::fill(q, q + h.tokens, 0.0f);

@@ -172,13 +172,13 @@ struct Steps {
     // The next word of a row, and how likely its token is to be reached by the target's text. By one thread.
     void choose(int row, int offset) const {
         float* q = c.q ? c.q + ((size_t)row * c.most + offset) * h.tokens : nullptr;
-        const Word word = next_word(h, c.logits + (size_t)row * h.vocab, c.knobs ? c.knobs + row : nullptr, offset, c.heat, q);
+        const Word word = next_token(h, c.logits + (size_t)row * h.vocab, c.knobs ? c.knobs + row : nullptr, offset, c.temperature, q);
         const bool sound = word.number >= 0;
         c.drafted[(size_t)row * c.most + offset] = sound ? h.ids[word.number] : -1;
         fed[row] = sound ? h.ids[word.number] : 0;
         reached[row] *= word.hope;
         if (!sound && c.budgets[row] > offset) c.budgets[row] = offset;
-        if (offset && reached[row] < c.least_hope && c.budgets[row] > offset) c.budgets[row] = offset;
+        if (offset && reached[row] < c.min_chance_to_extend && c.budgets[row] > offset) c.budgets[row] = offset;
         if (reached[row] < c.least_next && c.budgets[row] > offset + 1) c.budgets[row] = offset + 1;
     }
 

@@ -33,9 +33,9 @@ struct HeadCall {
     // chains
     int32_t most;               // tokens to draft, of the row that wants the most; 0: stop at the logits
     int32_t* budgets;           // [rows] wanted; in the end, what each row has
-    float least_hope;           // a token that is reached with less than this chance is left out
+    float min_chance_to_extend;           // a token that is reached with less than this chance is left out
     float least_next;           // behind a token that is reached with less, nothing more is drafted
-    float heat;
+    float temperature;
     int64_t* drafted;           // [rows, most]; -1 where a row's numbers broke down
     const Knobs* knobs;         // [rows] how a row draws its tokens; null: all rows take the likeliest
     float* q;                   // [rows, most, tokens] what they were drawn from, of rows with the token or block rule
@@ -47,6 +47,6 @@ struct Word {
 };
 
 // The next word by its logits [vocab]; drafted tokens before it in this round: ``offset``. knobs null: the likeliest.
-Word next_word(const Head& h, const float* logits, const Knobs* knobs, int offset, float heat, float* q);
+Word next_token(const Head& h, const float* logits, const Knobs* knobs, int offset, float temperature, float* q);
 
 }  // namespace hs

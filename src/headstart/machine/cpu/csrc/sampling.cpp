@@ -48,15 +48,15 @@ struct Peak {
     double total;
 };
 
-// e[i] = exp((x[i] - largest x) / heat), and their sum. The largest e is exactly 1.
-Peak unscaled(const float* x, int size, float heat, float* e) {
+// e[i] = exp((x[i] - largest x) / temperature), and their sum. The largest e is exactly 1.
+Peak unscaled(const float* x, int size, float temperature, float* e) {
     vf top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
     int i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
         for (int k = 0; k < 4; k++) top[k] = larger(load(x + i + k * LANES), top[k]);  // a NaN is passed over here
     for (; i < size; i += LANES) top[0] = larger(load_some(x + i, size - i, -INFINITY), top[0]);
     const float most = greatest(larger(larger(top[0], top[1]), larger(top[2], top[3])));
-    const vf high = splat(most), inverse = splat(1.0f / heat);
+    const vf high = splat(most), inverse = splat(1.0f / temperature);
     const double total = summed(size, [&](int at, bool whole) {
         const vf v = mass_of(((whole ? load(x + at) : load_some(x + at, size - at, -INFINITY)) - high) * inverse);
         if (whole) store(e + at, v);
@@ -167,7 +167,7 @@ float scale(float* e, int size, double total, float floor) {
 
 float distribution(const float* x, int size, const Knobs& knobs, float* p) {
     static thread_local std::vector<float> room;
-    const Peak peak = unscaled(x, size, knobs.heat, p);
+    const Peak peak = unscaled(x, size, knobs.temperature, p);
     if (!std::isfinite(peak.total) || !std::isfinite(peak.most)) {
         std::fill(p, p + size, std::numeric_limits<float>::quiet_NaN());
         return std::numeric_limits<float>::quiet_NaN();
@@ -249,7 +249,7 @@ namespace {
 struct Rows {
     const float* x;
     int rows, nodes, size;
-    const float *heat, *min_p, *top_p;
+    const float *temperature, *min_p, *top_p;
     const int64_t* top_k;
     const uint32_t *low, *high;
     float* p;
@@ -262,7 +262,7 @@ struct Rows {
             float* to = p + (size_t)i * size;
             if (x) {
                 Knobs knobs{};
-                knobs.heat = heat ? heat[r] : 1.0f;
+                knobs.temperature = temperature ? temperature[r] : 1.0f;
                 knobs.min_p = min_p ? min_p[r] : 0.0f;
                 knobs.top_p = top_p ? top_p[r] : 1.0f;
                 knobs.top_k = top_k ? top_k[r] : std::numeric_limits<int64_t>::max();
@@ -280,10 +280,10 @@ using namespace hs;
 
 // Logits x [rows, nodes, size] -> p of the same shape; the knobs are one a row, or null. With tokens [rows, nodes], also
 // a race of each with the noise of its two words. x null: p is given, and only raced.
-HS_API void hs_sample(void* pool, const float* x, int rows, int nodes, int size, const float* heat, const float* min_p,
+HS_API void hs_sample(void* pool, const float* x, int rows, int nodes, int size, const float* temperature, const float* min_p,
                       const int64_t* top_k, const float* top_p, const uint32_t* low, const uint32_t* high, float* p,
                       int64_t* tokens) {
-    Rows all{x, rows, nodes, size, heat, min_p, top_p, top_k, low, high, p, tokens, {}};
+    Rows all{x, rows, nodes, size, temperature, min_p, top_p, top_k, low, high, p, tokens, {}};
     if (pool && rows * nodes > 1)
         ((Pool*)pool)->run([](void* a, int) { ((Rows*)a)->work(); }, &all);
     else

@@ -9,7 +9,7 @@ namespace hs {
 
 // A row's settings (see SamplingParams); sampling.py mirrors them field by field.
 struct Knobs {
-    float heat, min_p, top_p;
+    float temperature, min_p, top_p;
     int32_t rule;
     int64_t top_k, seed, base;  // base: committed tokens, which noise is keyed by
 };

@@ -22,14 +22,14 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _spread(row, heat, N: tl.constexpr, BLOCK: tl.constexpr):
+def _spread(row, temperature, N: tl.constexpr, BLOCK: tl.constexpr):
     """The log of the sum of exp(x / heat) over a row, and the place of its largest entry."""
     top = -float("inf")
     total = 0.0
     best = 0
     for at in range(0, N, BLOCK):
         k = at + tl.arange(0, BLOCK)
-        z = tl.load(row + k, mask=k < N, other=-float("inf")).to(tl.float32) / heat
+        z = tl.load(row + k, mask=k < N, other=-float("inf")).to(tl.float32) / temperature
         here = tl.max(z, axis=0)
         place = at + tl.argmax(z, axis=0)
         best = tl.where(here > top, place, best)
@@ -44,8 +44,8 @@ def _log_probs_kernel(
     logits, ids, heats, log_p, best, least, V: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     m = tl.program_id(0).to(tl.int64)
-    heat = tl.load(heats + m)
-    whole, place = _spread(logits + m * V, heat, V, BLOCK)
+    temperature = tl.load(heats + m)
+    whole, place = _spread(logits + m * V, temperature, V, BLOCK)
     tl.store(best + m, place.to(tl.int64))
     for at in range(0, W, BLOCK):
         k = at + tl.arange(0, BLOCK)
@@ -53,15 +53,15 @@ def _log_probs_kernel(
         word = k
         if WORDS:
             word = tl.load(ids + k, mask=inside, other=0)
-        z = tl.load(logits + m * V + word, mask=inside, other=0.0).to(tl.float32) / heat
+        z = tl.load(logits + m * V + word, mask=inside, other=0.0).to(tl.float32) / temperature
         tl.store(log_p + m * W + k, tl.maximum(z - whole, least), mask=inside)
 
 
 @triton.jit
 def _sums_kernel(logits, log_p, heats, found, M, W: tl.constexpr, BLOCK: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
-    heat = tl.load(heats + m)
-    whole, _ = _spread(logits + m * W, heat, W, BLOCK)
+    temperature = tl.load(heats + m)
+    whole, _ = _spread(logits + m * W, temperature, W, BLOCK)
     overlap = 0.0
     under = 0.0
     mass = 0.0
@@ -69,7 +69,7 @@ def _sums_kernel(logits, log_p, heats, found, M, W: tl.constexpr, BLOCK: tl.cons
     for at in range(0, W, BLOCK):
         k = at + tl.arange(0, BLOCK)
         inside = k < W
-        log_q = tl.load(logits + m * W + k, mask=inside, other=-float("inf")).to(tl.float32) / heat - whole
+        log_q = tl.load(logits + m * W + k, mask=inside, other=-float("inf")).to(tl.float32) / temperature - whole
         target = tl.load(log_p + m * W + k, mask=inside, other=-float("inf"))
         p = tl.exp(target)
         q = tl.exp(log_q)
@@ -87,26 +87,26 @@ def _sums_kernel(logits, log_p, heats, found, M, W: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def _slope_kernel(logits, log_p, heats, found, weights, grad, M, W: tl.constexpr, BLOCK: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
-    heat = tl.load(heats + m)
+    temperature = tl.load(heats + m)
     whole = tl.load(found + m)
     under = tl.load(found + 2 * M + m)
     mass = tl.load(found + 3 * M + m)
-    on_forward = tl.load(weights) / heat
-    on_tv = tl.load(weights + 1) / heat
+    on_forward = tl.load(weights) / temperature
+    on_tv = tl.load(weights + 1) / temperature
     for at in range(0, W, BLOCK):
         k = at + tl.arange(0, BLOCK)
         inside = k < W
-        q = tl.exp(tl.load(logits + m * W + k, mask=inside, other=-float("inf")).to(tl.float32) / heat - whole)
+        q = tl.exp(tl.load(logits + m * W + k, mask=inside, other=-float("inf")).to(tl.float32) / temperature - whole)
         p = tl.exp(tl.load(log_p + m * W + k, mask=inside, other=-float("inf")))
         below = tl.where(q < p, 1.0, 0.0)
         slope = on_forward * (mass * q - p) - on_tv * q * (below - under)
         tl.store(grad + m * W + k, slope.to(grad.dtype.element_ty), mask=inside)
 
 
-def log_probs(logits: Tensor, ids: Tensor | None, heat: Tensor, least: float) -> tuple[Tensor, Tensor]:
+def log_probs(logits: Tensor, ids: Tensor | None, temperature: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Logits [M, V] -> log-probabilities of the words ``ids`` [M, W] float32 at least ``least``, and the argmax [M].
 
-    ``heat`` [M]: temperatures.
+    ``temperature`` [M]: temperatures.
     """
     logits = logits.contiguous()
     rows, size = logits.shape
@@ -114,24 +114,24 @@ def log_probs(logits: Tensor, ids: Tensor | None, heat: Tensor, least: float) ->
     log_p = torch.empty(rows, words, device=logits.device)
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _log_probs_kernel[(rows,)](
-        logits, best if ids is None else ids, heat.contiguous(), log_p, best, least, size, words,
+        logits, best if ids is None else ids, temperature.contiguous(), log_p, best, least, size, words,
         WORDS=ids is not None, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return log_p, best
 
 
-def sums(logits: Tensor, log_p: Tensor, heat: Tensor) -> Tensor:
+def sums(logits: Tensor, log_p: Tensor, temperature: Tensor) -> Tensor:
     """[5, M] float32 for q = softmax(logits / heat): the log of the sum, sum of min(p, q), sum of q where q < p, sum of
     p, and KL(p || q)."""
     rows, words = logits.shape
     found = torch.empty(5, rows, device=logits.device)
-    _sums_kernel[(rows,)](logits, log_p, heat, found, rows, words, BLOCK=_BLOCK, num_warps=8)
+    _sums_kernel[(rows,)](logits, log_p, temperature, found, rows, words, BLOCK=_BLOCK, num_warps=8)
     return found
 
 
-def slope(logits: Tensor, log_p: Tensor, heat: Tensor, found: Tensor, weights: Tensor) -> Tensor:
+def slope(logits: Tensor, log_p: Tensor, temperature: Tensor, found: Tensor, weights: Tensor) -> Tensor:
     """The slope [M, W] of weights[0] * sum of KL + weights[1] * sum of total variation; ``found`` is of ``sums``."""
     grad = torch.empty_like(logits)
     rows, words = logits.shape
-    _slope_kernel[(rows,)](logits, log_p, heat, found, weights, grad, rows, words, BLOCK=_BLOCK, num_warps=8)
+    _slope_kernel[(rows,)](logits, log_p, temperature, found, weights, grad, rows, words, BLOCK=_BLOCK, num_warps=8)
     return grad

@@ -36,12 +36,12 @@ def _exp(x, LIB: tl.constexpr):
 
 
 @triton.jit
-def _weight(x, top, heat, HEAT: tl.constexpr, COLD: tl.constexpr, LIB: tl.constexpr):
+def _weight(x, top, temperature, HEAT: tl.constexpr, COLD: tl.constexpr, LIB: tl.constexpr):
     """e^((x - top) / heat), rounded as ``maths.distribution`` rounds it."""
     if COLD:
-        y = tl.div_rn(x - top, heat)
+        y = tl.div_rn(x - top, temperature)
     elif HEAT:
-        y = tl.div_rn(x, heat) - tl.div_rn(top, heat)
+        y = tl.div_rn(x, temperature) - tl.div_rn(top, temperature)
     else:
         y = x - top
     return _exp(y, LIB)
@@ -70,14 +70,14 @@ def _stats_kernel(
 
 
 @triton.jit
-def _scale(peaks, sums, m, heat, C: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr, LIB: tl.constexpr):
+def _scale(peaks, sums, m, temperature, C: tl.constexpr, HEAT: tl.constexpr, COLD: tl.constexpr, LIB: tl.constexpr):
     """The row's largest logit, and the sum of all its weights: NaN or 0 if the row is broken."""
     c = tl.arange(0, C)
     peak = tl.load(peaks + m * C + c, cache_modifier=".cg")
     part = tl.load(sums + m * C + c, cache_modifier=".cg")
     top = tl.max(peak, axis=0)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.sum(part * _weight(peak, safe, heat, HEAT, COLD, LIB), axis=0)
+    return top, tl.sum(part * _weight(peak, safe, temperature, HEAT, COLD, LIB), axis=0)
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def _search_kernel(
         x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
     else:
         p = tl.load(row + v, mask=v < V, other=0.0, cache_modifier=".cg")
-    heat = _knob(temperature, m, nodes, HEAT)
-    top, total = _scale(peaks, sums, m, heat, C, HEAT, COLD, LIB)
+    temperature = _knob(temperature, m, nodes, HEAT)
+    top, total = _scale(peaks, sums, m, temperature, C, HEAT, COLD, LIB)
     most = tl.minimum(tl.load(top_k + m // nodes), V).to(tl.int32) if TOP_K else 0
     if FIRST:
         p_top = tl.div_rn(1.0, total)
@@ -189,7 +189,7 @@ def _search_kernel(
     j = tl.arange(0, J)
     tries = tl.where(j == 0, first, low + j * step)
     if MAKE:
-        p = tl.div_rn(_weight(x, top, heat, HEAT, COLD, LIB), total)
+        p = tl.div_rn(_weight(x, top, temperature, HEAT, COLD, LIB), total)
         tl.store(row + v, p, mask=v < V)
         tl.debug_barrier()  # other threads of this program read it
     b = tl.where(v < V, _bits(p), -1)
@@ -216,8 +216,8 @@ def _write_kernel(
     chunk, m = tl.program_id(0), tl.program_id(1)
     v = chunk * B + tl.arange(0, B)
     wait(PDL)
-    heat = _knob(temperature, m, nodes, HEAT)
-    top, total = _scale(peaks, sums, m, heat, C, HEAT, COLD, LIB)
+    temperature = _knob(temperature, m, nodes, HEAT)
+    top, total = _scale(peaks, sums, m, temperature, C, HEAT, COLD, LIB)
     if CUT:
         p = tl.load(out + m.to(tl.int64) * V + v, mask=v < V, other=0.0, cache_modifier=".cg")
         most = tl.minimum(tl.load(top_k + m // nodes), V).to(tl.int32) if BY_COUNT else 0
@@ -225,7 +225,7 @@ def _write_kernel(
         p = tl.where(_bits(p) >= floor, tl.div_rn(p, held), 0.0)
     else:
         x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
-        p = tl.div_rn(_weight(x, top, heat, HEAT, COLD, LIB), total)
+        p = tl.div_rn(_weight(x, top, temperature, HEAT, COLD, LIB), total)
     p = tl.where((total > 0.0) & (total < float("inf")), p, float("nan"))  # a broken row is broken everywhere
     tl.store(into + m.to(tl.int64) * apart * V + v, p, mask=v < V)
     if RACE:
@@ -257,8 +257,8 @@ def nucleus(
     r = Rows(logits)
     assert into is None or (into.shape == logits.shape and into.stride(-1) == 1 and into.stride(0) % r.size == 0)
     peaks, sums = r.new(CHUNKS), r.new(CHUNKS)
-    heat = {"HEAT": temperature is not None, "COLD": cold and temperature is not None, "B": r.width, "C": CHUNKS}
-    common = heat | {"num_warps": r.warps} | r.options
+    temperature = {"HEAT": temperature is not None, "COLD": cold and temperature is not None, "B": r.width, "C": CHUNKS}
+    common = temperature | {"num_warps": r.warps} | r.options
 
     def knob(value: Tensor | None) -> Tensor:
         return logits if value is None else value
