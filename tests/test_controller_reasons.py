@@ -212,7 +212,7 @@ def test_a_useless_draft_model(params: SamplingParams, ends_itself: bool) -> Non
 def useless_head(runner: EagerRunner) -> HeadDrafter:
     torch.manual_seed(1)
     net = head_for(head_target(), torch.arange(0, TINY_VOCABULARY - 20), ffn=32)
-    return SlowHead(net, runner, vocab_size=TINY_VOCABULARY, agreement=lambda: (0.0, 0.0))
+    return SlowHead(net, runner, vocab_size=TINY_VOCABULARY, min_chances=lambda: (0.0, 0.0))
 
 
 @pytest.mark.parametrize("beside_lookup", [False, True])
