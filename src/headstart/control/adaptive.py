@@ -69,6 +69,7 @@ class AdaptiveController:
     USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
     SURELY = 2.0  # times what it takes to begin must be won in what is left to write
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
+    DOUBTED = 3.0  # a first draft that took more times what it should is not believed
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
@@ -96,6 +97,7 @@ class AdaptiveController:
         self._missing = 0  # tokens that the drafter has to read if the next round drafts
         self._again = 0.0  # the share of them that it did not read because it was not asked
         self._held = False  # did a guess ever hold?
+        self._warm = False  # did it draft at all?
         self._drafted = False  # did the last round draft?
         self._why = _PLAIN
         self._figures: _Figures | _TooLarge | None = None
@@ -219,9 +221,13 @@ class AdaptiveController:
 
     def _time_draft(self, first: Round, paid: Sequence[Round]) -> None:
         # A drafter that was not asked for a while may read what it missed inside its first draft: no draft step.
+        longest, seconds = max(r.drafted for r in paid), first.draft_seconds
+        if not self._warm:  # its very first draft touches memory and wakes threads: it may say nothing about the next
+            self._warm, supposed = True, self._line(first.rows)[1] * longest
+            seconds = min(seconds, self.DOUBTED * supposed) if supposed else seconds
         level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
         if level or first.catch_up_seconds:
-            self._drafting.add(max(r.drafted for r in paid), first.draft_seconds / self._costs.level, first.rows)
+            self._drafting.add(longest, seconds / self._costs.level, first.rows)
         if self._missing:
             self._catch_up.add(first.catch_up_seconds, self._reading(first.rows))
 
