@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from headstart.config import Config
 from headstart.errors import HeadstartError, InvalidParameter
@@ -108,6 +107,7 @@ def test_a_proposal_is_cut_to_its_first_tokens() -> None:
     assert tree.cut(4) is tree
     assert tree.cut(3) == Proposal((5, 6, 7), (-1, -1, 1), strength=3)
     assert tree.cut(0) is None
+    torch = pytest.importorskip("torch")
     q = torch.rand(3, 4)
     short = Proposal.chain([1, 2, 3], q).cut(2)
     assert short is not None

@@ -214,7 +214,8 @@ class AdaptiveController:
 
     def _measure(self, first: Round, rounds: Sequence[Round], drafted: bool) -> None:
         # All but the drafting: judging and committing a longer draft takes longer, too.
-        seconds = first.round_seconds - first.catch_up_seconds
+        # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
+        seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
         self._costs.add(first.rows, first.width, seconds - first.draft_seconds * drafted)
         self._pace.append((sum(r.emitted for r in rounds), seconds))
         self._rows = first.rows

@@ -61,6 +61,7 @@ class Costs:
 
     UNSEEN = 0.93  # what a width that was never measured may cost of what its neighbours say: so it is tried
 
+    FURTHEST = 4.0  # times faster or slower that the machine may seem to be at once
     FOLLOWED, STEADY = (
         7,
         0.08,
@@ -100,6 +101,7 @@ class Costs:
         self._ratios.append((ratio, width))
         middle = median(r for r, _ in self._ratios)
         if len(self._ratios) == self.FOLLOWED and abs(middle - 1) > self.STEADY:
+            middle = min(max(middle, 1 / self.FURTHEST), self.FURTHEST)
             self.level *= middle
             for each, times in Counter(w for _, w in self._ratios).items():
                 if each in cells:

@@ -35,12 +35,12 @@ class HostDrafts:
 
     def __init__(self, parts: RoundContext) -> None:
         self._parts = parts
-        self._known: tuple[tuple[str, int], ...] = ()
+        self._known: tuple[tuple[Sequence, int], ...] = ()  # an id may come again with another text
         self._found = Drafted([])
 
     def ask(self, rows: Rows) -> Drafted:
         """What the drafter says of these sequences, as far as they are committed."""
-        text = tuple((s.id, len(s.tokens)) for s in rows.sequences)
+        text = tuple((s, len(s.tokens)) for s in rows.sequences)
         if text != self._known:
             self._known, self._found = text, _draft(self._parts, rows.sequences)
         return self._found

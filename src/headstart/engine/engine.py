@@ -204,6 +204,11 @@ class Engine:
         return self._scheduler.full(sequences)
 
     @property
+    def stepping(self) -> bool:
+        """Is this very thread in the middle of a step (a listener calls back)?"""
+        return self._turns.mine
+
+    @property
     def idle(self) -> bool:
         return self._scheduler.idle and not self._discarded
 

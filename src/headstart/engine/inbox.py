@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from threading import Event, Lock, Thread
 from typing import Self
 
-from ..errors import EngineStopped
+from ..errors import EngineStopped, HeadstartError
 from ..types import Piece, Request, Round
 from .engine import Engine
 from .handle import Handle
@@ -132,6 +132,10 @@ class Inbox:
 
         ``drain``: seconds after which what still runs is aborted; 0 aborts at once, None waits for all of it.
         """
+        if self._engine.stepping:
+            raise HeadstartError(
+                "an inbox cannot be closed from inside a step (a listener or notify): close its readers"
+            )
         with self._door:
             self._closing = True
         self._work_came.set()

@@ -94,11 +94,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting requests rows, in order of arrival; see ``waits_for`` for those that are passed over."""
-        at = 0
+        at, held = 0, ""  # held: a request whose prompt waits; its other choices do, too
         while self._slab.free_rows and at < min(len(self._waiting), _LOOKED_AT):
             sequence = self._waiting[at]
             unread = [s.tokens for s in self._filling.values()]
-            if unread and waits_for(sequence.tokens, unread, self._slab.warm(sequence.tokens)):
+            if sequence.request.id == held or (
+                unread and waits_for(sequence.tokens, unread, self._slab.warm(sequence.tokens))
+            ):
+                held = sequence.request.id
                 at += 1
                 continue
             with self._line:
@@ -122,9 +125,12 @@ class Scheduler:
         return [*self._running.values(), *self._filling.values()]
 
     def retire(self, sequence: Sequence) -> None:
-        """Give up the sequence's row, or its place in the line. A row that failed is wiped: NaN must not stay."""
+        """Give up the sequence's row, or its place in the line. A row that failed is wiped: NaN must not stay. So is
+        one whose prompt was not read to its end, where that matters: nobody has seen its numbers."""
         failed = sequence.finish_reason == "error"
-        if self._filling.pop(sequence.id, None) is not None or self._running.pop(sequence.id, None) is not None:
+        if self._filling.pop(sequence.id, None) is not None:
+            self._slab.release(sequence.id, scrub=failed or self._slab.reads_dead)
+        elif self._running.pop(sequence.id, None) is not None:
             self._slab.release(sequence.id, scrub=failed)
         else:
             with self._line, suppress(ValueError):

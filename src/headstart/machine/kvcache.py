@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from .reading import shared_beginning
 from .slab_layer import SlabLayer, zeros
 
 __all__ = ["MARGIN", "Slab", "SlabLayer"]
@@ -58,6 +59,7 @@ class Slab(Cache):  # type: ignore[misc]
         self.first, self.last, self.start, self.live = 0, rows, 0, 0
         self.slots: Tensor | None = None  # [R, N] where each token's keys go; None: start .. live in every row
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.reads_dead = False  # does the model look at dead slots too, and multiply them by zero?
         self._memory: Tensor | None = None  # [layers, 2, rows, kv_heads, capacity, head_dim], see ``allocate``
         self._together = 0  # layers that lie in it
 
@@ -211,6 +213,8 @@ class Slab(Cache):  # type: ignore[misc]
             buffer[..., b, :, :long, :] = buffer[..., a, :, :long, :]
             if kept is not None:
                 buffer[..., a, :, :short, :] = kept
+            if self.reads_dead:  # what is left of the longer row may hold NaN, see ``scrub``
+                buffer[..., a, :, short : self._written[a], :].zero_()
         self._written[a] = self._written[b] = max(self._written[a], self._written[b])  # only live keys have moved
         columns: tuple[list[Any], ...] = (self._keys, self._released)
         for column in columns:
@@ -341,12 +345,7 @@ class Slab(Cache):  # type: ignore[misc]
         for row in (*order, *range(self._active)):
             held = self.tokens[row]
             most = min(limit, len(held))
-            if most <= best or list(prompt[:best]) != held[:best]:
-                continue
-            shared = best
-            while shared < most and prompt[shared] == held[shared]:
-                shared += 1
-            if shared > best:
+            if most > best and (shared := min(shared_beginning(prompt, held), most)) > best:
                 best_row, best = row, shared
         return best_row, best
 

@@ -94,6 +94,7 @@ class EagerRunner(Watched, DeviceRunner):
         pack(model)
         self._attention = partial(lend, config) if wants_grouped(config, model.device) else nullcontext
         self.slab = Slab(rows, max_len, margin=margin)
+        self.slab.reads_dead = True
         self.max_len = max_len
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, model.dtype

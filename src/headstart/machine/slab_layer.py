@@ -6,9 +6,9 @@ Knows: how to allocate and write a layer. Does not know: rows' owners, lengths o
 from __future__ import annotations
 
 import math
+from mmap import mmap
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -35,11 +35,15 @@ class Place(Protocol):
 def on_cache_line(size: int, *, zero: bool = False) -> Tensor:
     """Bytes [size] of the CPU's memory for kernels of our own: they begin on a cache line.
 
-    ``zero``: torch would write all of them, a gigabyte and more before the first token; numpy asks the system for zero
-    pages, which cost nothing until they are used.
+    ``zero``: torch would write all of them, a gigabyte and more before the first token; the system hands out zero
+    pages, which cost nothing until they are used. Small pages: numpy asks for huge ones, and then the first tokens of
+    a row, which lie in as many places as there are layers and heads, bring hundreds of megabytes in.
     """
     count = size + LINE
-    memory = torch.from_numpy(np.zeros(count, dtype=np.uint8)) if zero else torch.empty(count, dtype=torch.uint8)
+    if zero:
+        memory = torch.frombuffer(mmap(-1, count), dtype=torch.uint8)
+    else:
+        memory = torch.empty(count, dtype=torch.uint8)
     return memory[-memory.data_ptr() % LINE :][:size]
 
 

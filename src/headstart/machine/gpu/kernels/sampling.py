@@ -163,8 +163,8 @@ def _search_kernel(
         x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
     else:
         p = tl.load(row + v, mask=v < V, other=0.0, cache_modifier=".cg")
-    temperature = _knob(temperature, m, nodes, HEAT)
-    top, total = _scale(peaks, sums, m, temperature, C, HEAT, COLD, LIB)
+    row_temperature = _knob(temperature, m, nodes, HEAT)
+    top, total = _scale(peaks, sums, m, row_temperature, C, HEAT, COLD, LIB)
     most = tl.minimum(tl.load(top_k + m // nodes), V).to(tl.int32) if TOP_K else 0
     if FIRST:
         p_top = tl.div_rn(1.0, total)
@@ -189,7 +189,7 @@ def _search_kernel(
     j = tl.arange(0, J)
     tries = tl.where(j == 0, first, low + j * step)
     if MAKE:
-        p = tl.div_rn(_weight(x, top, temperature, HEAT, COLD, LIB), total)
+        p = tl.div_rn(_weight(x, top, row_temperature, HEAT, COLD, LIB), total)
         tl.store(row + v, p, mask=v < V)
         tl.debug_barrier()  # other threads of this program read it
     b = tl.where(v < V, _bits(p), -1)
@@ -216,8 +216,8 @@ def _write_kernel(
     chunk, m = tl.program_id(0), tl.program_id(1)
     v = chunk * B + tl.arange(0, B)
     wait(PDL)
-    temperature = _knob(temperature, m, nodes, HEAT)
-    top, total = _scale(peaks, sums, m, temperature, C, HEAT, COLD, LIB)
+    row_temperature = _knob(temperature, m, nodes, HEAT)
+    top, total = _scale(peaks, sums, m, row_temperature, C, HEAT, COLD, LIB)
     if CUT:
         p = tl.load(out + m.to(tl.int64) * V + v, mask=v < V, other=0.0, cache_modifier=".cg")
         most = tl.minimum(tl.load(top_k + m // nodes), V).to(tl.int32) if BY_COUNT else 0
@@ -225,7 +225,7 @@ def _write_kernel(
         p = tl.where(_bits(p) >= floor, tl.div_rn(p, held), 0.0)
     else:
         x = tl.load(logits + m.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
-        p = tl.div_rn(_weight(x, top, temperature, HEAT, COLD, LIB), total)
+        p = tl.div_rn(_weight(x, top, row_temperature, HEAT, COLD, LIB), total)
     p = tl.where((total > 0.0) & (total < float("inf")), p, float("nan"))  # a broken row is broken everywhere
     tl.store(into + m.to(tl.int64) * apart * V + v, p, mask=v < V)
     if RACE:
@@ -257,8 +257,8 @@ def nucleus(
     r = Rows(logits)
     assert into is None or (into.shape == logits.shape and into.stride(-1) == 1 and into.stride(0) % r.size == 0)
     peaks, sums = r.new(CHUNKS), r.new(CHUNKS)
-    temperature = {"HEAT": temperature is not None, "COLD": cold and temperature is not None, "B": r.width, "C": CHUNKS}
-    common = temperature | {"num_warps": r.warps} | r.options
+    options = {"HEAT": temperature is not None, "COLD": cold and temperature is not None, "B": r.width, "C": CHUNKS}
+    common = options | {"num_warps": r.warps} | r.options
 
     def knob(value: Tensor | None) -> Tensor:
         return logits if value is None else value

@@ -1,0 +1,89 @@
+"""One request's trouble is nobody else's: NaN in rows that move, ids that come again, clocks that run backwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import device_engine, run, table
+
+from headstart.config import EngineConfig
+from headstart.control.adaptive import AdaptiveController
+from headstart.control.controller import FixedController
+from headstart.engine.engine import Engine
+from headstart.engine.scheduler import Scheduler
+from headstart.engine.sequence import Sequence
+from headstart.machine.kvcache import Slab
+from headstart.machine.runner import EagerRunner
+from headstart.testing import TINY_VOCABULARY, ScriptedDrafter, tiny_model
+from headstart.types import Proposal, Request, Round, SamplingParams
+
+BAD = 7
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def poisoned() -> Engine:
+    """Whoever writes token BAD gets NaN."""
+    model = tiny_model("llama")
+    runner = EagerRunner(model, rows=4, max_len=96, margin=40)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BAD] = float("nan")
+    config = EngineConfig(max_rows=4, prefill_chunk=16)
+    return Engine(runner, None, FixedController(0), config, vocab_size=TINY_VOCABULARY)
+
+
+def clean(engine: Engine) -> set[str | None]:
+    requests = [Request(f"clean{i}", (11 + i, 12, 13, 14, 15 + i), GREEDY) for i in range(4)]
+    return {completion.finish_reason for completion in run(engine, requests)}
+
+
+def test_rows_that_failed_together_leave_nothing_behind(poisoned: Engine) -> None:
+    bad = [Request(f"bad{i}", (20 + i, BAD, 21, *range(30, 33 + i)), GREEDY) for i in range(3)]
+    assert {c.finish_reason for c in run(poisoned, bad)} == {"error"}
+    assert clean(poisoned) == {"length"}
+
+
+def test_a_prompt_that_was_aborted_half_read_leaves_nothing_behind(poisoned: Engine) -> None:
+    poisoned.submit(Request("long", (BAD,) * 60, GREEDY))
+    poisoned.step()
+    poisoned.abort("long")
+    assert clean(poisoned) == {"length"}
+
+
+def test_a_guess_is_for_the_sequence_it_was_made_for() -> None:
+    """The same id, as many tokens, another request, which wants no speculation."""
+    drafter = ScriptedDrafter(lambda view, budget: Proposal.chain([1, 2][:budget]), free=True)
+    engine = device_engine(table(6, seed=4), drafter)
+    engine.submit(Request("a", (1, 2, 3), SamplingParams(max_tokens=20, temperature=0)))
+    for _ in range(3):
+        engine.step()
+    tokens = list(engine._handles["a"].sequences[0].tokens)
+    engine.abort("a")
+    before = engine.stats.drafted
+    again = SamplingParams(max_tokens=3, temperature=0, speculate=False)
+    run(engine, [Request("a", tuple(tokens[:-1]), again)])
+    assert engine.stats.drafted == before
+
+
+def test_costs_stay_positive_where_a_rounds_wait_was_short() -> None:
+    """A round that was over before anybody waited for it says less time than its draft took."""
+    controller = AdaptiveController(4)
+    for i in range(200):
+        controller.observe([Round("s", 2, 1, 2, 1, 3, 0, 0.002, 0.004, 0.0003, paid=True)])
+        assert controller._costs.level > 0, i
+    table = controller._costs.table(1)
+    assert all(seconds > 0 for _, seconds in table)
+
+
+def test_many_choices_of_a_long_prompt_are_asked_about_once() -> None:
+    slab = Slab(64, 5000)
+    scheduler = Scheduler(slab, 100)
+    request = Request("n", tuple(range(4000)), SamplingParams(n=64, max_tokens=1))
+    scheduler.add([Sequence(request, i, 0, eos=(), text=None, limit=4001) for i in range(64)])
+    asked: list[int] = []
+    warm = slab.warm
+    slab.warm = lambda prompt: (asked.append(1), warm(prompt))[1]  # type: ignore[method-assign]
+    for _ in range(3):
+        [chunk] = scheduler.chunks(512)
+        slab.extend(chunk.row, chunk.tokens)
+    assert len(asked) <= 3
