@@ -157,10 +157,11 @@ def test_between_a_prompts_products_they_are_the_layers_own(
     assert gains | {x.data_ptr() for pair in model.cache for x in pair} <= used
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize(("name", "rounding"), [("smollm", None), ("qwen2", None), ("llama", "int8")])
 def test_nothing_is_compiled_while_prompts_are_read(
-    name: str, rounding: str | None, draft: bool, log: list[Launch], monkeypatch: pytest.MonkeyPatch
+    name: str, rounding: str | None, draft: bool, watched: bool, log: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headstart.engine.captured import CapturedRounds
     from headstart.engine.recording import rehearse
@@ -169,7 +170,8 @@ def test_nothing_is_compiled_while_prompts_are_read(
     runner = FusedRunner(
         build(name, dtype=torch.bfloat16), rows=36, max_len=96, margin=40, draft=draft, quantization=rounding
     )
-    runner.watch([0, 1])
+    if watched:
+        runner.watch([0, 1])
     asked: list[str] = []
     compiled = triton.JITFunction._do_compile
     monkeypatch.setattr(
@@ -188,7 +190,12 @@ def test_nothing_is_compiled_while_prompts_are_read(
         for _ in range(2):  # behind nothing, and behind what the first read
             rows = random_.sample(range(36), count)
             with _Zeros():  # type: ignore[no-untyped-call]
-                runner.read([(row, [0] * random_.choice((1, 2, random_.randint(3, 48)))) for row in rows])
+                pieces = [(row, [0] * random_.choice((1, 2, random_.randint(3, 48)))) for row in rows]
+                runner.read(pieces, logits=random_.random() < 0.5)  # a draft needs none
+    for length in (33, 34, 40, 41, 48, 64, 79):  # one by itself, longer than the kernels that decode take
+        runner.slab.truncate(0, 0)
+        with _Zeros():  # type: ignore[no-untyped-call]
+            runner.read([(0, [0] * length)], logits=bool(length % 2))
     assert asked == []
 
 
