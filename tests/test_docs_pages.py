@@ -103,10 +103,10 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_every_decider_of_the_table_is_held_against_the_rule() -> None:
-    """Five of them, each with a test that exists (above) and names the rules of ``maths/verify.py`` or ``judge``."""
+    """Six of them, each with a test that exists (above) and names the rules of ``maths/verify.py`` or ``judge``."""
     table = ARCHITECTURE.split("## Who decides")[1].split("Captured rounds")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ") and "`tests/" in line]
-    assert len(rows) == 5
+    assert len(rows) == 6
     for row in rows:
         name = re.search(r"`(tests/[\w.]+\.py)", row)
         assert name is not None

@@ -1,7 +1,7 @@
 """Llama-shaped models lowered to fused kernels.
 
-Knows: whether this machine can run the kernels. Importing this folder needs neither a GPU nor Triton; the modules
-``kernels_*`` and ``model`` do, and are imported only by ``fuse``.
+Knows: whether this machine can run the kernels. Importing this folder needs neither a GPU nor Triton; ``kernels`` and
+what uses them do, and are imported where a model is opened.
 """
 
 from __future__ import annotations

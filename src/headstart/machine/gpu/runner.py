@@ -80,7 +80,7 @@ class FusedRunner(EagerRunner):
         """See ``ModelRunner.read``. A short piece by itself is read by the kernels that decode; so is every piece, one
         after another, where the model is invariant."""
         if not pieces or self.invariant or (len(pieces) == 1 and skinny_rows(len(pieces[0][1]))):
-            # With logits, wanted or not: a draft's steps of a token or two are one kernel then, and no others are compiled.
+            # With logits, wanted or not: a draft's steps of a token or two are one kernel then, and that is compiled.
             found = ModelRunner.read(self, pieces)
             return found if logits else found[:, :0]
         check_pieces(self.slab, pieces)
