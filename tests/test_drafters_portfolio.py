@@ -156,7 +156,7 @@ def test_a_portfolio_follows_the_target(rule: str) -> None:
     made = portfolio_engine(2)
     seen = []
     made.listen(seen.extend)
-    params = [SamplingParams(max_tokens=4, seed=seed, verification=rule) for seed in range(500)]  # type: ignore[arg-type]
+    params = [SamplingParams(max_tokens=12, seed=seed, verification=rule) for seed in range(500)]  # type: ignore[arg-type]
     found = run(made, [Request(str(i), prompt, p) for i, p in enumerate(params)])
     law: dict[tuple[int, ...], float] = made.parts.runner.probabilities(prompt, 2)  # type: ignore[attr-defined]
     assert chi_squared(Counter(c.token_ids[:2] for c in found), law) > 1e-4

@@ -129,7 +129,8 @@ class Scheduler:
         one whose prompt was not read to its end, where that matters: nobody has seen its numbers."""
         failed = sequence.finish_reason == "error"
         if self._filling.pop(sequence.id, None) is not None:
-            self._slab.release(sequence.id, scrub=failed or self._slab.reads_dead)
+            unseen = self._slab.reads_dead and sequence.finish_reason == "abort"
+            self._slab.release(sequence.id, scrub=failed or unseen)
         elif self._running.pop(sequence.id, None) is not None:
             self._slab.release(sequence.id, scrub=failed)
         else:

@@ -6,7 +6,7 @@ Knows: how to allocate and write a layer. Does not know: rows' owners, lengths o
 from __future__ import annotations
 
 import math
-from mmap import mmap
+import mmap
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,9 @@ def on_cache_line(size: int, *, zero: bool = False) -> Tensor:
     """
     count = size + LINE
     if zero:
-        memory = torch.frombuffer(mmap(-1, count), dtype=torch.uint8)
+        # Private: a forked child writes into a copy of its own. (Elsewhere there is no fork.)
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        memory = torch.frombuffer(mmap.mmap(-1, count, **private), dtype=torch.uint8)
     else:
         memory = torch.empty(count, dtype=torch.uint8)
     return memory[-memory.data_ptr() % LINE :][:size]

@@ -8,6 +8,7 @@ What makes models in transformers takes seconds to import and float weights take
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +34,10 @@ class Outline:
 
     def __init__(self, config: Any, generation_config: Any, architecture: str) -> None:
         self.config, self.generation_config, self.architecture = config, generation_config, architecture
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: the weights are packed."""
+        return iter(())
 
 
 def outlined(folder: Path, report: Capability, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
