@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from engines import device_engine, run, table
 
@@ -15,53 +14,60 @@ from headstart.engine.sequence import Sequence
 from headstart.machine.kvcache import Slab
 from headstart.machine.runner import EagerRunner
 from headstart.testing import TINY_VOCABULARY, ScriptedDrafter, tiny_model
-from headstart.types import Proposal, Request, Round, SamplingParams
+from headstart.types import DraftView, Proposal, Request, Round, SamplingParams
 
 BAD = 7
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture
-def poisoned() -> Engine:
+def poisoned(prefill_chunk: int) -> Engine:
     """Whoever writes token BAD gets NaN."""
     model = tiny_model("llama")
     runner = EagerRunner(model, rows=4, max_len=96, margin=40)
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = float("nan")
-    config = EngineConfig(max_rows=4, prefill_chunk=16)
+    config = EngineConfig(max_rows=4, prefill_chunk=prefill_chunk)
     return Engine(runner, None, FixedController(0), config, vocab_size=TINY_VOCABULARY)
 
 
 def clean(engine: Engine) -> set[str | None]:
-    requests = [Request(f"clean{i}", (11 + i, 12, 13, 14, 15 + i), GREEDY) for i in range(4)]
+    short = [(11 + i, 12, 13, 14, 15 + i) for i in range(4)]  # they take the rows as those before left them
+    prompts = [*short, tuple(range(20, 24)), tuple(range(25, 85)), (3, 4), (6, 5, 4)]
+    requests = [Request(f"clean{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
     return {completion.finish_reason for completion in run(engine, requests)}
 
 
-def test_rows_that_failed_together_leave_nothing_behind(poisoned: Engine) -> None:
-    bad = [Request(f"bad{i}", (20 + i, BAD, 21, *range(30, 33 + i)), GREEDY) for i in range(3)]
-    assert {c.finish_reason for c in run(poisoned, bad)} == {"error"}
-    assert clean(poisoned) == {"length"}
+def test_rows_that_failed_together_leave_nothing_behind() -> None:
+    engine = poisoned(512)
+    lengths = ((20, 20), (25, 20), (30, 9))
+    bad = [Request(f"bad{i}", (8 + i,) * good + (BAD,) * worse, GREEDY) for i, (good, worse) in enumerate(lengths)]
+    assert {c.finish_reason for c in run(engine, bad)} == {"error"}
+    assert clean(engine) == {"length"}
 
 
-def test_a_prompt_that_was_aborted_half_read_leaves_nothing_behind(poisoned: Engine) -> None:
-    poisoned.submit(Request("long", (BAD,) * 60, GREEDY))
-    poisoned.step()
-    poisoned.abort("long")
-    assert clean(poisoned) == {"length"}
+def test_a_prompt_that_was_aborted_half_read_leaves_nothing_behind() -> None:
+    engine = poisoned(16)
+    engine.submit(Request("long", (BAD,) * 60, GREEDY))
+    engine.step()
+    engine.abort("long")
+    assert clean(engine) == {"length"}
 
 
 def test_a_guess_is_for_the_sequence_it_was_made_for() -> None:
     """The same id, as many tokens, another request, which wants no speculation."""
-    drafter = ScriptedDrafter(lambda view, budget: Proposal.chain([1, 2][:budget]), free=True)
-    engine = device_engine(table(6, seed=4), drafter)
+    asked: list[int] = []
+
+    def guess(view: DraftView, budget: int) -> Proposal | None:
+        asked.append(len(view.tokens))
+        return Proposal.chain([1, 2][:budget]) if len(view.tokens) >= 5 else None
+
+    engine = device_engine(table(6, seed=4), ScriptedDrafter(guess, free=True))
     engine.submit(Request("a", (1, 2, 3), SamplingParams(max_tokens=20, temperature=0)))
-    for _ in range(3):
+    while 5 not in asked:  # while the device plays a round: the guess is for the next one
         engine.step()
-    tokens = list(engine._handles["a"].sequences[0].tokens)
     engine.abort("a")
     before = engine.stats.drafted
-    again = SamplingParams(max_tokens=3, temperature=0, speculate=False)
-    run(engine, [Request("a", tuple(tokens[:-1]), again)])
+    run(engine, [Request("a", (3, 2, 1, 2, 3), SamplingParams(max_tokens=3, temperature=0, speculate=False))])
     assert engine.stats.drafted == before
 
 

@@ -23,7 +23,7 @@ from .draft_sampler import DraftSampler, fit
 
 __all__ = ["ModelDrafter"]
 
-# A row that is further behind than this is brought level on its own, so that the others are not padded to it.
+# A row that is further behind than this is read in before, so that the others are not padded to it.
 CATCH_UP = 8
 STAND_IN = 0  # what a token is read as that the draft does not know
 
@@ -147,13 +147,14 @@ class ModelDrafter(Drafter):
                     reading.append((view, tokens))
             levels = [self._level[view.id] for view, _ in reading]
             behind = [len(tokens) - 1 - level for (_, tokens), level in zip(reading, levels, strict=True)]
-            pieces = []
+            pieces, reached = [], {}
             for (view, tokens), level, count in zip(reading, levels, shares(behind, self.prefill_chunk), strict=True):
                 if count:
                     pieces.append((slab.row(view.id), tokens[level : level + count]))
-                    self._level[view.id] = level + count
+                    reached[view.id] = level + count
             if pieces:
                 self.runner.read(pieces, logits=False)
+                self._level |= reached  # not before: a read that fails has brought nobody further
                 read = True
             missing = [view for view in missing if self._lacks(view, most)]
         return read

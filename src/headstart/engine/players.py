@@ -50,7 +50,7 @@ def players(parts: RoundContext) -> tuple[Player, ...]:
     step = StepByStep(parts, drafts)
     if parts.captured is None:
         return (step,)
-    return (OnDevice(parts, parts.captured, drafts), DraftedOnHost(parts, parts.captured, drafts, step), step)
+    return (OnDevice(parts, parts.captured, drafts), DraftedOnHost(parts.captured, drafts, step), step)
 
 
 class OnDevice:
@@ -144,8 +144,8 @@ class StepByStep:
 class DraftedOnHost:
     """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
 
-    def __init__(self, parts: RoundContext, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
-        self._parts, self._rounds, self._drafts, self._step = parts, rounds, drafts, step
+    def __init__(self, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
+        self._rounds, self._drafts, self._step = rounds, drafts, step
 
     def takes(self, rows: Rows) -> bool:
         return not rows.first and not rows.reading and served(rows.sequences)

@@ -106,9 +106,7 @@ class Slab(Cache):  # type: ignore[misc]
         Layers of one shape lie in one piece of memory, so that a row is moved by one copy and not by two a layer.
         """
         pairs = list(like)
-        kinds = {
-            (x.shape[1], x.shape[3], x.dtype, x.device) for pair in pairs for x in (pair or (None,)) if x is not None
-        }
+        kinds = {(x.shape[1], x.shape[3], x.dtype, x.device) for pair in pairs if pair is not None for x in pair}
         memory = None
         if not self.layers and None not in pairs and len(kinds) == 1:
             with torch.inference_mode(False):  # as in ``SlabLayer.lazy_initialization``

@@ -51,6 +51,7 @@ class FusedRunner(EagerRunner):
         There is no probe: that is for modules that may not follow their masks, and these do not run.
         """
         super().__init__(model, rows=rows, max_len=max_len, margin=margin, probe=False)
+        self.slab.reads_dead = False  # the kernels read live keys only
         weights = lower(model, quantization, release=release)
         self.slab.allocate(weights.buffers(1, 1))
         cache = [(layer.keys, layer.values) for layer in self.slab.layers]
