@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -41,9 +42,11 @@ def on_cache_line(size: int, *, zero: bool = False) -> Tensor:
     """
     count = size + LINE
     if zero:
-        # Private: a forked child writes into a copy of its own. (Elsewhere there is no fork.)
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        memory = torch.frombuffer(mmap.mmap(-1, count, **private), dtype=torch.uint8)
+        if sys.platform == "win32":
+            pages = mmap.mmap(-1, count)
+        else:  # private: a forked child writes into a copy of its own
+            pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
     else:
         memory = torch.empty(count, dtype=torch.uint8)
     return memory[-memory.data_ptr() % LINE :][:size]
