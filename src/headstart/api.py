@@ -84,7 +84,8 @@ class LLM:
     ) -> None:
         """``settings``: ``max_rows``, ``max_model_len``, ``prefill_chunk``, ``max_waiting``, ``max_gamma``,
         ``overlap`` (on a GPU, go on drafting while the target verifies), ``invariant`` (the same bits in any company;
-        always so with ``quantization`` on a CPU, at a price on a GPU).
+        always so with ``quantization`` on a CPU, at a price on a GPU), ``threads`` (on a CPU; by default as many as
+        measure fastest).
 
         ``check=False`` skips the short self-test that every model passes at load. ``progress`` is told what loading is
         at (an empty text: nothing to tell); without it, a terminal shows that in one line.

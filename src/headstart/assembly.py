@@ -133,6 +133,7 @@ def _sizes(config: Config, report: Capability, check: bool) -> dict[str, Any]:
         "max_len": asked or min(report.max_context or LONGEST_DEFAULT, LONGEST_DEFAULT),
         "margin": 2 * (config.draft.most + 1) + 2,  # a round, and the one launched ahead of its result
         "probe": check,
+        "threads": config.engine.threads,
     }
 
 

@@ -14,6 +14,7 @@ from .values import plain
 
 __all__ = ["MAX_GAMMA", "Config", "DraftConfig", "EngineConfig"]
 
+MAX_THREADS = 256
 MAX_GAMMA = 64  # tokens that a round can draft at the most
 
 
@@ -33,6 +34,7 @@ class EngineConfig:
     # A token's logits are the same bits alone, in any batch and behind warm keys. The CPU's 8- and 4-bit kernels always
     # give that; on a GPU it has a price: see docs/reference.md.
     invariant: bool = False
+    threads: int | None = None  # of a CPU; None: what measures fastest, never more than torch may use
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
@@ -40,6 +42,10 @@ class EngineConfig:
         _at_least("max_waiting", self.max_waiting, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
+            if self.threads > MAX_THREADS:
+                raise InvalidParameter("threads", f"must be at most {MAX_THREADS}, not {self.threads}")
         if not isinstance(self.invariant, bool):
             raise InvalidParameter("invariant", f"must be True or False, not {self.invariant!r}")
 

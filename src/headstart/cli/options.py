@@ -132,6 +132,9 @@ class ModelOptions(TargetOptions):
             "int4 on a CPU; slower on a GPU.",
         ),
     ] = False
+    threads: Annotated[int | None, _model(of="N", help="Threads on a CPU. Without it: as many as measure fastest.")] = (
+        None
+    )
     draft: Annotated[
         str,
         _drafting(
@@ -157,7 +160,7 @@ class ModelOptions(TargetOptions):
         """The ``LLM``. It is imported only here, because that takes seconds."""
         gamma = _gamma(self.gamma)
         sizes: dict[str, Any] = {"gamma": gamma, "max_rows": rows, "max_model_len": self.max_model_len}
-        sizes["invariant"] = self.invariant
+        sizes |= {"invariant": self.invariant, "threads": self.threads}
         Config.of(sizes)  # says what is wrong before anything is imported
         with self.loading() as tell:
             from ..api import LLM

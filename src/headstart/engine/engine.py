@@ -85,7 +85,7 @@ class Engine:
         """
         # Where all models run on threads of their own, torch's would wait in a busy loop on the same cores.
         by_torch = not runner.own_threads or (drafter is not None and drafter.needs_torch)
-        self._torch_threads = None if by_torch else 1
+        self._torch_threads = config.threads if by_torch else 1
         self.config = config
         self.max_len = runner.max_len
         self.stats = EngineStats()

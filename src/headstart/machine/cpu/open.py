@@ -8,22 +8,14 @@ very 4-bit weights. A draft may be rounded at will: the target checks its guesse
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
-from time import perf_counter
+from dataclasses import replace
 
 import torch
 
 from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
-from ..cache import cache_folder, write_whole
 from ..load.loading import Capability, Loaded
-from .build import isa
 from .build import why_not as no_kernels
 from .library import instructions
 from .packed import Packed, pack_model, why_not
@@ -37,13 +29,10 @@ __all__ = [
     "fall_back",
     "open_packed",
     "reason_against",
-    "threads_for",
 ]
 
 QUANTIZATIONS = ("int8", "int4")
 MOST_THREADS = 16  # more do not help: memory is the limit
-_WORTH_IT = 0.95  # more threads must save this much
-_STEPS = 6
 
 
 def check_quantization(name: str, value: object) -> None:
@@ -79,15 +68,27 @@ def can_round_draft(loaded: Loaded) -> bool:
 
 
 def open_packed(
-    loaded: Loaded, kind: str, *, rows: int, max_len: int, margin: int, probe: bool, packed: Packed | None = None
+    loaded: Loaded,
+    kind: str,
+    *,
+    rows: int,
+    max_len: int,
+    margin: int,
+    probe: bool,
+    threads: int | None = None,
+    packed: Packed | None = None,
 ) -> CpuRunner:
-    """The model on the kernels, rounded to ``kind``. ``packed``: its weights, where they lie ready."""
+    """The model on the kernels, rounded to ``kind``. ``packed``: its weights, where they lie ready. ``threads``: how
+    many are used; None: never more than torch may use, chosen by measuring."""
     reason = reason_against(loaded) if packed is None else no_kernels()
     if reason is not None:
         raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
     packed = packed or pack_model(loaded.model, kind)
     runner = CpuRunner(packed, loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe)
-    runner.threads = threads_for(runner)
+    if threads is None:
+        runner.choose_threads(min(torch.get_num_threads(), MOST_THREADS))
+    else:
+        runner.threads = threads
     return runner
 
 
@@ -105,50 +106,3 @@ def described(report: Capability, packed: Packed) -> Capability:
         notes=(*report.notes, note),
         kernels=f"C++ ({instructions()})",
     )
-
-
-# -- threads ------------------------------------------------------------------------------------------------------
-
-
-def threads_for(runner: CpuRunner) -> int:
-    """How many threads are fastest for this model here: measured once (well under a second) and remembered.
-
-    Never more than torch may use. On a machine with other work, two threads can be slower than one.
-    """
-    most = min(torch.get_num_threads(), MOST_THREADS)
-    if most == 1:
-        return 1
-    plan = asdict(runner.packed.plan) | {"inverse_frequencies": None, "eps": None}
-    about = json.dumps([plan, isa(), platform.node(), platform.processor(), most], sort_keys=True)
-    path = cache_folder() / "threads" / f"{hashlib.sha256(about.encode()).hexdigest()[:20]}.json"
-    try:
-        return min(int(json.loads(path.read_text(encoding="utf-8"))["threads"]), most)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    measured = {count: _seconds(runner, count) for count in _candidates(most)}
-    best = 1
-    for count, seconds in measured.items():
-        if seconds < _WORTH_IT * measured[best]:
-            best = count
-    with suppress(OSError):  # a cache that cannot be written costs a measurement next time
-        write_whole(path, json.dumps({"threads": best, "seconds": {str(n): s for n, s in measured.items()}}))
-    return best
-
-
-def _candidates(most: int) -> Sequence[int]:
-    found = [1]
-    while found[-1] * 2 < most:
-        found.append(found[-1] * 2)
-    return [*found, most]
-
-
-def _seconds(runner: CpuRunner, threads: int) -> float:
-    """A step of one token, undisturbed."""
-    before, runner.threads = runner.threads, threads
-    token, best = torch.tensor([[0]]), float("inf")
-    for _ in range(_STEPS):
-        begun = perf_counter()
-        runner.forward(slice(0, 1), token, [0])
-        best = min(best, perf_counter() - begun)
-    runner.threads = before
-    return best

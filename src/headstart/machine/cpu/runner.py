@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from operator import add
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from ..pieces import Pieces, check_pieces
 from .library import CallRecord, LayerRecord, MatrixRecord, ModelRecord, kernels, pool
 from .packed import Packed
 from .sampling import vocab_ops_for
+from .thread_count import threads_for
 from .threads import Pace
 
 if TYPE_CHECKING:
@@ -173,11 +175,22 @@ class CpuRunner(Watched, ModelRunner):
     @property
     def threads(self) -> int:
         """How many threads a step may use; it gets fewer while the machine has other work (see ``threads``)."""
-        return self._pace.most
+        return self._pace.now
 
     @threads.setter
-    def threads(self, most: int) -> None:
-        self._pace = Pace(most)
+    def threads(self, count: int) -> None:
+        self._pace = Pace(count, fixed=True)
+
+    def choose_threads(self, most: int) -> None:
+        """Measure how many threads are fastest, of at most ``most`` (see ``thread_count``); steps adapt from there."""
+        token = torch.tensor([[0]])
+
+        def step(count: int) -> None:
+            self.threads = count
+            self.forward(slice(0, 1), token, [0])
+
+        plan = asdict(self.packed.plan) | {"inverse_frequencies": None, "eps": None}
+        self._pace = Pace(most, start=threads_for(step, plan, most))
 
     # -- for drafters that read the target (``drafters.base.TargetView``)
 

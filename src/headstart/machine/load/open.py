@@ -177,8 +177,9 @@ def runner_for(
 ) -> tuple[Runner, Loaded]:
     """The fastest runner for the model here, and the model with its report brought up to date.
 
-    ``sizes``: the slab's, rows, max_len and margin. ``draft``: the model only guesses, so its steps may be rounded in
-    whatever way is fastest. ``invariant``: a runner that is (see ``ModelRunner``), or none.
+    ``sizes``: the slab's, rows, max_len and margin, and a CPU's ``threads`` (see ``open_packed``). ``draft``: the model
+    only guesses, so its steps may be rounded in whatever way is fastest. ``invariant``: a runner that is (see
+    ``ModelRunner``), or none.
     """
     runner, loaded = _fastest(opened, probe=probe, kind={"draft": draft, "invariant": invariant}, **sizes)
     if not invariant:
@@ -191,13 +192,15 @@ def runner_for(
     return runner, replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, _INVARIANT)))
 
 
-def _fastest(opened: Opened, *, probe: bool, kind: dict[str, bool], **sizes: Any) -> tuple[Runner, Loaded]:
+def _fastest(
+    opened: Opened, *, probe: bool, kind: dict[str, bool], threads: int | None = None, **sizes: Any
+) -> tuple[Runner, Loaded]:
     """``kind``: what of a ``FusedRunner``."""
     loaded = opened.loaded
     if opened.quantization is not None and loaded.model.device.type == "cuda":
         return _rounded_on_gpu(opened, **kind, **sizes)
     if opened.quantization is not None:
-        packed = open_packed(loaded, opened.quantization, probe=probe, packed=opened.packed, **sizes)
+        packed = open_packed(loaded, opened.quantization, probe=probe, threads=threads, packed=opened.packed, **sizes)
         if opened.packed is None and opened.place is not None:
             keep(opened.place, loaded, packed.packed)
         return packed, replace(loaded, report=described(loaded.report, packed.packed))

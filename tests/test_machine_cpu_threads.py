@@ -1,0 +1,125 @@
+"""How many threads a step gets: measured at load, doubted when the machine was busy, changed while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headstart.machine.cpu import thread_count
+from headstart.machine.cpu.thread_count import TURNS, Timed, best_count, threads_for
+from headstart.machine.cpu.threads import FIRST_TRIAL, PAUSE, WINS, Pace, counts
+
+
+def test_a_busy_machine_gets_one_thread_until_it_is_quiet_again() -> None:
+    pace = Pace(2)
+
+    def step(seconds: float) -> int:
+        used = pace.threads()
+        pace.took((1, 7), seconds)
+        return used
+
+    assert [step(1.0) for _ in range(5)] == [2] * 5
+    assert [step(9.0), step(1.1), step(9.0)] == [2, 2, 2]  # now and then a slow step is nothing
+    assert pace.threads() == 2
+    assert [step(9.0) for _ in range(2)] == [2, 2]
+    assert [step(2.0) for _ in range(PAUSE)] == [1] * PAUSE
+    assert step(9.0) == 2  # tried again, still slow
+    assert [step(2.0) for _ in range(PAUSE)] == [1] * PAUSE
+    assert [step(1.0) for _ in range(40)] == [2] * 40
+    pace.took((8, 7), 30.0)  # more tokens have a best time of their own
+    assert pace.threads() == 2
+
+
+def played(pace: Pace, seconds: Callable[[int], float], steps: int) -> list[int]:
+    """The threads of each step; ``seconds``: how long a step takes with so many."""
+    used = []
+    for _ in range(steps):
+        used.append(pace.threads())
+        pace.took((1, 7), seconds(used[-1]))
+    return used
+
+
+def test_a_count_that_was_wrong_is_found_out_while_running() -> None:
+    """Measured beside another program, one thread seemed best; now the machine is quiet."""
+    pace = Pace(2, start=1)
+    used = played(pace, lambda threads: 1.0 / threads, FIRST_TRIAL + WINS + 50)
+    assert used == [1] * FIRST_TRIAL + [2] * (WINS + 50)
+    assert pace.now == 2
+
+
+def test_trials_are_few_and_back_off_while_they_fail() -> None:
+    for most, start in ((2, 2), (2, 1), (8, 4)):
+        pace = Pace(most, start=start)
+        used = played(pace, lambda threads, best=start: 1.0 if threads == best else 1.8, 20000)
+        others = [count for count in used if count != start]
+        assert pace.now == start
+        assert 3 <= len(others) <= 8
+        assert set(others) <= {start // 2, 2 * start}
+        if most == 8:
+            assert set(others) == {2, 8}  # both ways
+
+
+def test_one_lucky_step_changes_nothing() -> None:
+    pace = Pace(2, start=1)
+    times = iter([0.5, 1.5] * 100)
+    played(pace, lambda threads: 1.0 if threads == 1 else next(times), 20000)
+    assert pace.now == 1
+
+
+def test_a_number_set_by_hand_stays() -> None:
+    pace = Pace(4, fixed=True)
+    assert set(played(pace, lambda threads: 9.0 if threads > 1 else 1.0, 2000)) == {4}
+
+
+def test_counts() -> None:
+    assert [counts(n) for n in (1, 2, 3, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+# -- at load ----------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Steps with known lengths. ``busy``: with this many threads and more, one had to wait for a core."""
+
+    def __init__(self, seconds: dict[int, float], busy: int = 99) -> None:
+        self.seconds, self.busy, self.measured = seconds, busy, 0
+
+    def timed(self, step: object, threads: int) -> Timed:
+        self.measured += 1
+        seconds = self.seconds[threads]
+        return Timed(seconds, threads * seconds * (0.6 if threads >= self.busy else 1.0))
+
+
+def test_the_fastest_count() -> None:
+    assert best_count(print, 2, Machine({1: 2.0, 2: 1.1}).timed) == 2
+    assert best_count(print, 2, Machine({1: 2.0, 2: 1.95}).timed) == 1  # not worth a core
+    assert best_count(print, 4, Machine({1: 2.0, 2: 1.2, 4: 1.3}).timed) == 2
+    assert best_count(print, 2, Machine({1: 2.0, 2: 5.0}, busy=2).timed) is None
+
+
+def test_a_result_is_remembered_when_two_loads_found_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    machine = Machine({1: 2.0, 2: 5.0}, busy=2)
+    monkeypatch.setattr(thread_count, "_timed", lambda step, count: machine.timed(step, count))
+
+    def load() -> int:
+        return threads_for(print, {"model": "m"}, 2)
+
+    assert load() == 2  # a busy moment: as many as there are, and nothing is kept
+    assert not (tmp_path / "threads").exists()
+    machine.busy, machine.seconds[2] = 99, 1.0
+    assert load() == 2
+    (record,) = (tmp_path / "threads").iterdir()
+    machine.busy = 2
+    assert load() == 2  # busy again: what was seen once is better than nothing
+    machine.busy, machine.measured = 99, 0
+    assert (load(), machine.measured) == (2, 2 * TURNS)
+    assert (load(), machine.measured) == (2, 2 * TURNS)  # seen twice: no more measuring
+    machine.seconds[1] = 0.5
+    record.write_text("{broken")
+    assert load() == 1
+    record.write_text(json.dumps({"threads": 2, "seconds": {"1": 2.0, "2": 1.0}}))  # as it was kept before: doubted
+    assert load() == 1
