@@ -13,22 +13,17 @@ Every turn measures all cases once: a run that is stopped early (``--seconds``) 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import near_best
-import torch
-from common import RESULTS, Report, interval, log, median
-from pairs import Setting, cpu_setting, gpu_setting, tiny_setting
+from common import Report, interval, log, median
+from pairs import Setting, parser, read, setting_of
 
 from headstart import LLM, SamplingParams
-from headstart.lab.grow import SHAPES
 
 DRAFTS = ("useless", "as large", "lookup", "off")
 PLAIN = "plain"
@@ -145,28 +140,18 @@ def measure(part: NeverSlower, turns: int, report: Report) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", nargs="+", default=["slower"], choices=("slower", "best", "kinds"))
-    parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.5], help="of slower")
-    parser.add_argument("--alphas", nargs="+", type=float, default=[0.6, 0.75, 0.9], help="of best")
-    parser.add_argument("--gammas", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of best and kinds")
-    parser.add_argument("--quantization", default="int4", help="of best's target on a CPU: int8, int4 or none")
-    parser.add_argument("--draft-quantization", default="auto", help="of best's draft on a CPU")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--weights", help="the small model, a folder or a .gguf file (GPU); random without it")
-    parser.add_argument("--ids", help="token ids of real text for prompts: [[...], ...]")
-    parser.add_argument("--shape", default="llama-3-8b", choices=sorted(SHAPES))
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further turn after this time")
-    parser.add_argument("--threads", type=int, help="torch's, on a CPU")
-    parser.add_argument("--quick", action="store_true", help="tiny models, to see that it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    options = parser(__doc__, "turn")
+    options.add_argument("--parts", nargs="+", default=["slower"], choices=("slower", "best", "kinds"))
+    options.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
+    options.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    options.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.5], help="of slower")
+    options.add_argument("--alphas", nargs="+", type=float, default=[0.6, 0.75, 0.9], help="of best")
+    options.add_argument("--gammas", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of best and kinds")
+    options.add_argument("--quantization", default="int4", help="of best's target on a CPU: int8, int4 or none")
+    options.add_argument("--draft-quantization", default="auto", help="of best's draft on a CPU")
+    options.add_argument("--tokens", type=int, default=256)
+    options.add_argument("--turns", type=int, default=9)
+    given = read(options, arguments)
     rows = max(given.batches)
     settings = {key: getattr(given, key) for key in ("batches", "tokens", "turns")}
     # The time that models take to be made counts: it is spent on the same machine.
@@ -174,12 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stem = {"slower": "never-slower", "best": "near-best", "kinds": "near-best-kinds"}[given.parts[0]]
     path = given.out / f"{stem}-{name}.json"
     report = Report(path, settings | {"weights": "real" if given.weights or name == "cpu" else "random"}, given.seconds)
-    if given.quick:
-        setting = tiny_setting(rows)
-    elif given.device == "cuda":
-        setting = gpu_setting(given.weights, given.ids, given.shape, rows)
-    else:
-        setting = cpu_setting(given.ids, rows)
+    setting = setting_of(given, rows)
     if "slower" in given.parts:
         cases = [Case(temperature, batch) for temperature in given.temperatures for batch in given.batches]
         measure(NeverSlower(setting, given.drafts, cases, given.tokens), given.turns, report)

@@ -1,6 +1,7 @@
 """The models that benchmarks measure: a small one, a target grown from it, and drafts that agree with it more or less.
 
-Knows: how to make targets and drafts, and prompts for them. Does not know: what is measured.
+Knows: how to make targets and drafts, and prompts for them, and the options that say which. Does not know: what is
+measured.
 
 A grown target (``headstart.lab.grow``) has a big model's memory traffic and the small one's text. A draft is the small
 model itself (it agrees almost always), the same with noise on its weights (as often as is asked for), or random weights
@@ -10,15 +11,17 @@ between target and draft, only the text means nothing.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import prompts
+from common import RESULTS, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart import LLM, SamplingParams
@@ -219,3 +222,34 @@ def tiny_setting(rows: int) -> Setting:
         options={"check": False, "max_rows": rows, "max_model_len": 160, "quantization": None}
         | {"draft_quantization": None},
     )
+
+
+def parser(about: str | None, piece: str) -> argparse.ArgumentParser:
+    """The options of every benchmark over these models; ``piece`` is what it measures one by one, as in "turn"."""
+    found = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    found.add_argument("--weights", help="the small model, a folder or a .gguf file (GPU); random without it")
+    found.add_argument("--ids", help="token ids of real text for prompts: [[...], ...]")
+    found.add_argument("--shape", default="llama-3-8b", choices=sorted(SHAPES))
+    found.add_argument("--seconds", type=float, default=math.inf, help=f"begin no further {piece} after this time")
+    found.add_argument("--threads", type=int, help="torch's, on a CPU")
+    found.add_argument("--quick", action="store_true", help="tiny models, to see that it runs")
+    found.add_argument("--out", type=Path, default=RESULTS)
+    return found
+
+
+def read(options: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for; torch has as many threads from now on, also in the report."""
+    given = options.parse_args(arguments)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    return given
+
+
+def setting_of(given: argparse.Namespace, rows: int) -> Setting:
+    """The models that these options ask for."""
+    if given.quick:
+        return tiny_setting(rows)
+    if given.device == "cuda":
+        return gpu_setting(given.weights, given.ids, given.shape, rows)
+    return cpu_setting(given.ids, rows)

@@ -16,27 +16,23 @@ before, as in a server. All engines are open at once, and take turns.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import inspect
-import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Report, log, median, quantile
-from pairs import Setting, cpu_setting, gpu_setting, tiny_setting
+from common import Report, log, median, quantile
+from pairs import Setting, parser, read, setting_of
 from traffic_plot import draw
 from transformers import GenerationConfig
 
 from headstart import LLM, SamplingParams
-from headstart.lab.grow import SHAPES
 from headstart.types import Round
 
 MODES: dict[str, Callable[[Setting], LLM]] = {
@@ -274,35 +270,23 @@ def generate_batch(model: Any, prompts: list[list[int]], tokens: int) -> dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--weights", help="the small model, a folder or a .gguf file (GPU); random without it")
-    parser.add_argument("--ids", help="token ids of real text for prompts: [[...], ...]")
-    parser.add_argument("--shape", default="llama-3-8b", choices=sorted(SHAPES))
-    parser.add_argument("--requests", type=int, help="96 on a GPU, 12 on a CPU")
-    parser.add_argument("--rows", type=int, help="32 on a GPU, 4 on a CPU")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.add_argument("--parts", nargs="+", default=["closed", "arrivals", "even"])
-    parser.add_argument("--repeats", type=int, default=3, help="of the closed loop; the middle one is reported")
-    parser.add_argument("--shares", nargs="*", type=float, default=[0.25, 0.5, 0.75, 1.0], help="of plain's capacity")
-    parser.add_argument("--rate", type=float, help="requests a second; 12 on a GPU")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further load after this time")
-    parser.add_argument("--threads", type=int, help="torch's, on a CPU")
-    parser.add_argument("--quick", action="store_true", help="tiny models, to see that it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    options = parser(__doc__, "load")
+    options.add_argument("--requests", type=int, help="96 on a GPU, 12 on a CPU")
+    options.add_argument("--rows", type=int, help="32 on a GPU, 4 on a CPU")
+    options.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    options.add_argument("--parts", nargs="+", default=["closed", "arrivals", "even"])
+    options.add_argument("--repeats", type=int, default=3, help="of the closed loop; the middle one is reported")
+    options.add_argument("--shares", nargs="*", type=float, default=[0.25, 0.5, 0.75, 1.0], help="of plain's capacity")
+    options.add_argument("--rate", type=float, help="requests a second; 12 on a GPU")
+    given = read(options, arguments)
     rate, low, high, writes = given.rate, 20, 200, WRITES
     if given.quick:
         requests, rows, low, high, writes = given.requests or 6, given.rows or 3, 5, 20, {4: 1, 8: 1, 12: 1}
-        setting = tiny_setting(rows)
     elif given.device == "cuda":
         requests, rows, rate = given.requests or 96, given.rows or 32, rate or 12.0
-        setting = gpu_setting(given.weights, given.ids, given.shape, rows)
     else:
         requests, rows = given.requests or 12, given.rows or 4
-        setting = cpu_setting(given.ids, rows)
+    setting = setting_of(given, rows)
     load = Load.of(requests, low, high, writes)
     settings = {
         "target": setting.name,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from headstart.config import EngineConfig
+from headstart.config import MAX_GAMMA, EngineConfig
 from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import Controller, FixedController
 from headstart.drafters.base import DraftContext, Drafter, TargetView
@@ -28,33 +29,6 @@ def table(vocabulary: int, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
     return torch.randn(vocabulary, vocabulary, vocabulary, generator=generator) * spread
 
 
-def table_engine(
-    target: torch.Tensor,
-    drafter: Drafter | None,
-    *,
-    gamma: int = 3,
-    rows: int = 4,
-    max_len: int = 64,
-    eos: Sequence[int] = (),
-    vocab_size: int | None = None,
-    controller: Controller | None = None,
-    text: Callable[[Request], TextSink] | None = None,
-    prefill_chunk: int = 16,
-    max_waiting: int = 1024,
-) -> Engine:
-    runner = TableRunner(target, rows=rows, max_len=max_len, margin=gamma + 20)
-    config = EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk, max_waiting=max_waiting)
-    return Engine(
-        runner,
-        drafter,
-        controller if controller is not None else FixedController(gamma),
-        config,
-        vocab_size=vocab_size if vocab_size is not None else target.shape[-1],
-        eos=eos,
-        text=text,
-    )
-
-
 class DeviceTable(TableRunner):
     """A table that rounds on the device can be played with. What is recorded never comes back to Python, so it runs
     whatever a test does to ``forward``."""
@@ -68,7 +42,7 @@ class DeviceTable(TableRunner):
     beside = brief
 
 
-def device_engine(
+def table_engine(
     target: torch.Tensor,
     drafter: Drafter | None,
     *,
@@ -76,33 +50,38 @@ def device_engine(
     rows: int = 4,
     max_len: int = 64,
     eos: Sequence[int] = (),
+    vocab_size: int | None = None,
+    controller: Controller | None = None,
+    text: Callable[[Request], TextSink] | None = None,
     prefill_chunk: int = 16,
-    overlap: bool = False,
+    max_waiting: int = 1024,
+    rounds: type[CapturedRounds] | None = None,
 ) -> Engine:
-    """The same as ``table_engine``, with rounds on the device: drafted there by a draft model (``device_draft``), or
-    guesses from the host judged there."""
-    runner = DeviceTable(target, rows=rows, max_len=max_len, margin=gamma + 20)
-    model = drafter if isinstance(drafter, ModelDrafter) else None
-    vocab_size, kind = target.shape[-1], OverlappedRounds if overlap else CapturedRounds
-    rounds = kind(runner, model, vocab_size=vocab_size, lengths=(0, 1, gamma))
-    rounds.warm_up()
-    config = EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk)
+    """``rounds``: played on the device, in this way."""
+    runner = (DeviceTable if rounds else TableRunner)(target, rows=rows, max_len=max_len, margin=gamma + 20)
+    size = vocab_size if vocab_size is not None else target.shape[-1]
+    captured = None
+    if rounds is not None:
+        model = drafter if isinstance(drafter, ModelDrafter) else None
+        captured = rounds(runner, model, vocab_size=size, lengths=(0, 1, gamma))
+        captured.warm_up()
     return Engine(
         runner,
         drafter,
-        FixedController(gamma),
-        config,
-        vocab_size=vocab_size,
+        controller if controller is not None else FixedController(gamma),
+        EngineConfig(max_rows=rows, prefill_chunk=prefill_chunk, max_waiting=max_waiting),
+        vocab_size=size,
         eos=eos,
-        captured=rounds,
-        max_gamma=gamma,
+        text=text,
+        captured=captured,
+        max_gamma=gamma if rounds is not None else MAX_GAMMA,
     )
 
 
-def device_draft(draft: torch.Tensor, *, rows: int = 4, max_len: int = 64, gamma: int = 3) -> ModelDrafter:
-    """``table_draft`` for ``device_engine``."""
-    runner = DeviceTable(draft, rows=rows, max_len=max_len, margin=gamma + 20)
-    return ModelDrafter(runner, vocab_size=draft.shape[-1], width=draft.shape[-1])
+def device_engine(target: torch.Tensor, drafter: Drafter | None, *, overlap: bool = False, **options: Any) -> Engine:
+    """The same as ``table_engine``, with rounds on the device: drafted there by a draft model (``device_draft``), or
+    guesses from the host judged there."""
+    return table_engine(target, drafter, rounds=OverlappedRounds if overlap else CapturedRounds, **options)
 
 
 def table_draft(
@@ -112,12 +91,18 @@ def table_draft(
     max_len: int = 64,
     gamma: int = 3,
     min_chance_to_extend: Callable[[], float] | None = None,
+    runner: type[TableRunner] = TableRunner,
 ) -> ModelDrafter:
     """A draft language model that is another table."""
-    runner = TableRunner(draft, rows=rows, max_len=max_len, margin=gamma + 20)
     return ModelDrafter(
-        runner, vocab_size=draft.shape[-1], width=draft.shape[-1], min_chance_to_extend=min_chance_to_extend
+        runner(draft, rows=rows, max_len=max_len, margin=gamma + 20),
+        vocab_size=draft.shape[-1],
+        width=draft.shape[-1],
+        min_chance_to_extend=min_chance_to_extend,
     )
+
+
+device_draft = partial(table_draft, runner=DeviceTable)  # for ``device_engine``
 
 
 def tree_drafter(draft: torch.Tensor) -> ScriptedDrafter:

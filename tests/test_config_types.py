@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
 
-from headstart.config import Config
+from headstart import LLM
+from headstart.config import Config, DraftConfig, EngineConfig
 from headstart.errors import HeadstartError, InvalidParameter
 from headstart.types import Origin, Proposal, SamplingParams, Verdict
 
@@ -92,8 +95,30 @@ def test_bad_settings_name_their_field(field: str, value: Any) -> None:
 
 
 def test_unknown_settings_are_an_error() -> None:
-    with pytest.raises(InvalidParameter, match="max_row "):
+    with pytest.raises(InvalidParameter, match=r"max_row is not .* did you mean max_rows"):
         Config.of({"max_row": 3})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("quantisation", "quantization"),
+        ("devic", "device"),
+        ("gama", "gamma"),
+        ("max_len", "max_model_len"),
+        ("drafter", "draft"),
+        ("tensor_parallel_size", None),
+    ],
+)
+def test_an_unknown_argument_is_told_the_nearest_of_all_that_there_are(wrong: str, meant: str | None) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        LLM(**{wrong: "int4"})
+    assert caught.value.field == wrong
+    told, known = str(caught.value).split("the settings are ")
+    assert told.endswith(f"{wrong} is not a setting; " if meant is None else "? ")
+    assert meant is None or f"did you mean {meant}" in told
+    taken = {name for name, p in signature(LLM).parameters.items() if p.kind != p.VAR_KEYWORD}
+    assert set(known.split(", ")) == taken | {f.name for part in (EngineConfig, DraftConfig) for f in fields(part)}
 
 
 def test_a_chain_knows_that_it_is_one() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -90,7 +91,7 @@ class LLM:
         ``check=False`` skips the short self-test that every model passes at load. ``progress`` is told what loading is
         at (an empty text: nothing to tell); without it, a terminal shows that in one line.
         """
-        self.config = Config.of({"gamma": gamma, **settings})
+        self.config = Config.of({"gamma": gamma, **settings}, beside=set(signature(LLM).parameters) - {"settings"})
         placement = {
             "device": device,
             "device_map": device_map,

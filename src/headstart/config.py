@@ -5,22 +5,18 @@ Knows: the settings, their defaults and their ranges. Does not know: what is bui
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Literal, Self
 
 from .errors import InvalidParameter
-from .values import plain
+from .values import integer, plain
 
 __all__ = ["MAX_GAMMA", "Config", "DraftConfig", "EngineConfig"]
 
 MAX_THREADS = 256
 MAX_GAMMA = 64  # tokens that a round can draft at the most
-
-
-def _at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidParameter(name, f"must be a whole number of at least {low}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -37,15 +33,12 @@ class EngineConfig:
     threads: int | None = None  # of a CPU; None: what measures fastest, never more than torch may use
 
     def __post_init__(self) -> None:
-        _at_least("max_rows", self.max_rows, 1)
-        _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _at_least("max_waiting", self.max_waiting, 1)
+        for name in ("max_rows", "prefill_chunk", "max_waiting"):
+            integer(name, getattr(self, name), 1)
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2)
+            integer("max_model_len", self.max_model_len, 2)
         if self.threads is not None:
-            _at_least("threads", self.threads, 1)
-            if self.threads > MAX_THREADS:
-                raise InvalidParameter("threads", f"must be at most {MAX_THREADS}, not {self.threads}")
+            integer("threads", self.threads, 1, MAX_THREADS)
         if not isinstance(self.invariant, bool):
             raise InvalidParameter("invariant", f"must be True or False, not {self.invariant!r}")
 
@@ -65,9 +58,7 @@ class DraftConfig:
         if self.gamma != "auto" and not (whole and 0 <= self.gamma <= MAX_GAMMA):
             allowed = f"'auto' or a whole number from 0 to {MAX_GAMMA}"
             raise InvalidParameter("gamma", f"must be {allowed}, not {self.gamma!r}")
-        _at_least("max_gamma", self.max_gamma, 1)
-        if self.max_gamma > MAX_GAMMA:
-            raise InvalidParameter("max_gamma", f"must be at most {MAX_GAMMA}, not {self.max_gamma}")
+        integer("max_gamma", self.max_gamma, 1, MAX_GAMMA)
 
     @property
     def most(self) -> int:
@@ -83,12 +74,18 @@ class Config:
     draft: DraftConfig = field(default_factory=DraftConfig)
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Build from flat names (``max_rows=4, gamma=5``), each of which must belong to one part."""
+    def of(cls, settings: Mapping[str, Any], beside: Iterable[str] = ()) -> Self:
+        """Build from flat names (``max_rows=4, gamma=5``), each of which must belong to one part.
+
+        ``beside``: what else may be given with them; the error about an unknown name says which of all are near.
+        """
         parts: dict[str, dict[str, Any]] = {"engine": {}, "draft": {}}
         owners = {f.name: "engine" for f in fields(EngineConfig)} | {f.name: "draft" for f in fields(DraftConfig)}
         for name, value in settings.items():
             if name not in owners:
-                raise InvalidParameter(name, f"is not a setting; the settings are {', '.join(sorted(owners))}")
+                known = sorted({*owners, *beside})
+                near = " or ".join(get_close_matches(name, known))
+                meant = f"did you mean {near}? " if near else ""
+                raise InvalidParameter(name, f"is not a setting; {meant}the settings are {', '.join(known)}")
             parts[owners[name]][name] = plain(value)
         return cls(EngineConfig(**parts["engine"]), DraftConfig(**parts["draft"]))
