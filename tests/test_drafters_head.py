@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from test_controller import FLAT, play
 from transformers import PreTrainedModel
 
 from headstart import LLM, InvalidParameter, ModelRefused, SamplingParams
 from headstart.config import EngineConfig
+from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
 from headstart.distill.students import Batch, HeadStudent, Teacher
@@ -185,6 +187,25 @@ def test_sampling_gives_a_q_over_the_whole_vocabulary(rule: str) -> None:
         torch.testing.assert_close(proposal.q.sum(-1), torch.ones(len(proposal)))
         assert not proposal.q[:, ~known].any()
         assert all(known[token] for token in proposal.tokens)
+
+
+def test_trees_are_given_a_size_and_chains_a_ceiling() -> None:
+    """A chain ends itself where the head is no longer sure; a tree takes all the nodes it is given."""
+    runner = EagerRunner(target(), rows=1, max_len=LONGEST, probe=False)
+    asked = {}
+    for branch in (1, 3):
+        chances = lambda: (0.9, 0.9)  # noqa: E731  # so high that a chain ends at once
+        drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, min_chances=chances, branch=branch)
+        runner.slab.reset()
+        runner.slab.acquire("a", prompts(1)[0])
+        runner.prefill(0, prompts(1)[0][:-1])
+        (drafted,) = drafter.propose([View("a", prompts(1)[0])], [10])
+        assert drafted is not None
+        controller = AdaptiveController(10, free=drafter.free, ends_itself=drafter.ends_itself)
+        asked[branch] = max(play(controller, holds=0.9, cost=FLAT, rounds=60, step=0.2)[-20:]), len(drafted)
+    assert asked[1] == (10, 1)
+    assert asked[3][0] < 8
+    assert asked[3][1] == 10
 
 
 @dataclass

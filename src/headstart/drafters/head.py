@@ -69,7 +69,7 @@ class HeadDrafter(Drafter):
             min_chance_to_extend if min_chance_to_extend is not None else MIN_CHANCE * (target.device.type == "cpu")
         )
         self._min_chances = min_chances if target.device.type == "cpu" else None
-        self.ends_itself = self._min_chances is not None
+        self.ends_itself = self._min_chances is not None and branch == 1  # a tree has as many nodes as it may
         self.branch = branch
         slab = target.slab
         self.slab = Slab(slab.rows, slab.max_len, margin=slab.capacity - slab.max_len + DEPTH * branch)
