@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import pytest
 import torch
 from engines import table, table_draft, table_engine
+from test_drafters_head import View
 from test_engine_captured import engine as captured_engine
 from test_engine_captured import run, watch
 
@@ -21,7 +22,7 @@ from headstart.types import Request, SamplingParams, Verification
 
 BACKENDS: list[Served] = [
     distribution.SERVED,
-    judge.GREEDY_CHAINS,
+    warp.UNTOUCHED,
     sampling.SERVED,
     draft_sampler.SERVED,
     head_chains.SERVED,
@@ -70,7 +71,7 @@ def test_what_nobody_else_serves_the_tensors_do() -> None:
 
 
 def test_a_backend_that_has_not_heard_of_a_field_is_passed_by() -> None:
-    assert not judge.GREEDY_CHAINS.takes([frozenset({"unheard_of"})])
+    assert not warp.UNTOUCHED.takes([frozenset({"unheard_of"})])
     assert not distribution.SERVED.takes([frozenset({"unheard_of"})])
     with pytest.raises(ValueError, match="both serves and declines"):
         Served("confused", frozenset({"top_p"}), frozenset({"top_p"}))
@@ -92,7 +93,7 @@ def test_a_round_goes_where_its_settings_are_served(field: str, monkeypatch: pyt
     handle = engine.submit(Request("a", (1, 2), SamplingParams(max_tokens=8, **ASKING[field])))
     plain = engine.submit(Request("b", (1, 2), SamplingParams(max_tokens=8, temperature=0)))
     engine.drive(lambda: handle.done and plain.done)
-    assert all(asks <= judge.GREEDY_CHAINS.serves for asks in seen)
+    assert all(asks <= warp.UNTOUCHED.serves for asks in seen)
     assert seen, "the plain request goes that way once it is alone, or in its first round"
 
 
@@ -128,9 +129,46 @@ def test_the_faster_loops_are_passed_by_where_only_tensors_serve(monkeypatch: py
     p = distribution.probabilities(logits, params, outputs=outputs, vocab_ops=vocab_ops)
     assert int((p > 0).sum()) == 3
     words = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    _, q = draft_sampler.draw_tokens(logits[:, 0], params, words, outputs=outputs, vocab_ops=vocab_ops)
+    _, q = draft_sampler.draw_tokens(logits[:, 0], params, words, vocab_ops=vocab_ops)
     assert q is not None
     assert torch.equal(q, p[:, 0])
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_greedy_requests_heed_a_field_that_was_just_added(draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone adds a field that changes logits as ``maths.asks`` says: into the table, and into ``processed``."""
+
+    @dataclass(frozen=True)
+    class Params(SamplingParams):
+        suppress: tuple[int, ...] = ()
+
+    target = table(6).float()
+    plain = engine_tokens(target, SamplingParams(temperature=0, max_tokens=6), draft=draft)
+    banned = plain[0]
+    assert engine_tokens(target, Params(temperature=0, max_tokens=6, suppress=(banned,)), draft=draft) == plain
+    monkeypatch.setitem(ASKS, "suppress", lambda p: bool(getattr(p, "suppress", ())))
+    process = distribution.processed
+
+    def processed(logits: torch.Tensor, given: warp.Warp, **nodes: Any) -> torch.Tensor:
+        found = process(logits, given, **nodes).clone()
+        if "suppress" in given.asks:
+            found[..., banned] = -torch.inf
+        return found
+
+    monkeypatch.setattr(distribution, "processed", processed)
+    params = Params(temperature=0, max_tokens=6, suppress=(banned,))
+    assert banned not in engine_tokens(target, params, draft=draft)
+    view = View("a", [1, 2], params=params)
+    for chosen in (None, torch.arange(6)):  # a draft that knows all tokens, and one that knows a few by their numbers
+        sampler = draft_sampler.DraftSampler([view], 6, 6, torch.device("cpu"), chosen)
+        assert int(sampler.draw(torch.eye(6)[[banned]], 0)) != banned
+
+
+def engine_tokens(target: torch.Tensor, params: SamplingParams, *, draft: bool) -> tuple[int, ...]:
+    engine = table_engine(target, table_draft(target) if draft else None)
+    handle = engine.submit(Request("a", (1, 2), params))
+    engine.drive(lambda: handle.done)
+    return handle.completion().token_ids
 
 
 def test_a_new_rule_is_passed_by_until_a_backend_lists_it() -> None:

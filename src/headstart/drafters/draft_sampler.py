@@ -49,26 +49,22 @@ class DraftSampler:
         """
         params = [view.params for view in views]
         self.width, self._inner = width, vocab_ops
-        self.warp = Warp.of(params, vocab_size=vocab_size, eos=[() for _ in views], device=device)
+        self.warp = Warp.of(params, vocab_size=vocab_size, eos=None, device=device)
         self.point = [p.greedy or p.rule == "coupled" for p in params]
         self._ids = ids
         self._last: torch.Tensor | None = None
         self._q: list[torch.Tensor] = []
         # With nothing to process, the argmax of the few logits is the argmax of all: the wide row is never made.
-        self._direct = (
-            ids is not None and self.warp.all_greedy and self.warp.bias is None and not self.warp.needs_history
-        )
-        if self._direct:
-            return
+        self._direct = ids is not None and self.warp.untouched
         self._history = None
         if self.warp.needs_history:
             prompts = [view.tokens[: view.prompt_length] for view in views]
             outputs = [view.tokens[view.prompt_length :] for view in views]
             self._history = History.of(prompts, outputs, width, device)
-        self._outputs = torch.tensor([len(view.tokens) - view.prompt_length for view in views], device=device)
-        self._seeds = noise.seeds([view.seed for view in views], device)
-        self._base = torch.tensor([len(view.tokens) for view in views], device=device)
-        self._coupled = torch.tensor([p.rule == "coupled" for p in params], device=device)
+        if not self.warp.all_greedy:
+            self._seeds = noise.seeds([view.seed for view in views], device)
+            self._base = torch.tensor([len(view.tokens) for view in views], device=device)
+            self._coupled = torch.tensor([p.rule == "coupled" for p in params], device=device)
 
     def draw(self, logits: torch.Tensor, offset: int) -> torch.Tensor:
         """logits [R, V or W] -> token ids [R]; ``offset`` counts the tokens drawn before in this round."""
@@ -80,7 +76,6 @@ class DraftSampler:
             fit(logits, self.width, self._ids),
             self.warp,
             None if self.warp.all_greedy else self._keys(offset),
-            outputs=self._outputs + offset,
             history=self._history,
             vocab_ops=self._inner,
         )
@@ -141,25 +136,23 @@ def draw_tokens(
     warp: Warp,
     keys: noise.Keys | None,
     *,
-    outputs: torch.Tensor,
     history: History | None = None,
     vocab_ops: VocabOps = PLAIN,
     into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logits [R, V] -> tokens [R], and the distributions they were drawn from [R, V] (None if all rows are greedy).
 
-    keys: two words [R], see ``draft_keys``; greedy rows need none. outputs [R]: tokens written so far, drafted
-    ones included. into [R, V]: where those distributions may be written; if they were, it is what is given back.
-    Nothing here waits for the device.
+    keys: two words [R], see ``draft_keys``; greedy rows need none. into [R, V]: where those distributions may be
+    written; if they were, it is what is given back. Nothing here waits for the device.
     """
     if warp.all_greedy:
-        return argmaxes(logits[:, None], warp, outputs=outputs, history=history, vocab_ops=vocab_ops)[:, 0], None
+        return argmaxes(logits[:, None], warp, history=history, vocab_ops=vocab_ops)[:, 0], None
     assert keys is not None
     if vocab_ops.drawn is not None and not warp.any_greedy and not warp.tensors_only:
-        x = processed(logits[:, None], warp, outputs=outputs, history=history)[:, 0]
+        x = processed(logits[:, None], warp, history=history)[:, 0]
         q, tokens = vocab_ops.drawn(x, warp, keys, into)
         return tokens, q
-    q = probabilities(logits[:, None], warp, outputs=outputs, history=history, vocab_ops=vocab_ops)[:, 0]
+    q = probabilities(logits[:, None], warp, history=history, vocab_ops=vocab_ops)[:, 0]
     return vocab_ops.race(q, keys), q
 
 

@@ -125,7 +125,7 @@ class DeviceRows:
 
     def _warp(self, rows: int, kind: Kind, *, draft: bool) -> Warp:
         example = [SamplingParams(temperature=0.0 if kind == "greedy" else 1.0)] * rows
-        plain = Warp.of(example, vocab_size=self.vocab_size, eos=[()] * rows, device=self.device)
+        plain = Warp.of(example, vocab_size=self.vocab_size, eos=None, device=self.device)
         if kind == "greedy":
             return plain
         sampled = replace(
@@ -136,9 +136,9 @@ class DeviceRows:
         ids = self._ids.expand(rows, -1)
         return replace(
             sampled,
+            asks=PROGRAMS["full"].serves,
             greedy=self.greedy[:rows],
             any_greedy=True,
-            needs_history=True,
             top_k=self.top_k[:rows],
             most_k=self.vocab_size,
             bias=(ids, self.bias[:rows]),

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 
 from ..maths import noise
-from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
+from ..maths.asks import PROCESSING
 from ..maths.distribution import History, Nodes, Warp, argmaxes, probabilities
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
 from ..maths.vocab_ops import PLAIN, DraftedChain, Rule, VocabOps
+from ..maths.warp import UNTOUCHED
 from ..types import Draw, Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
 __all__ = [
-    "GREEDY_CHAINS",
     "Batch",
     "Group",
     "VerdictInputs",
@@ -43,9 +43,6 @@ __all__ = [
 ]
 
 Group = Rule
-
-#: ``follow``: the likeliest token with nothing done to the logits
-GREEDY_CHAINS = Served("greedy chains", frozenset({"logprobs"}), DRAWING | PROCESSING | RULES | TENSORS_ONLY)
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabO
     """
     wanted = [s.asks for s in batch.sequences]
     chains = batch.topology.is_chain and logits.dtype == torch.float32
-    if chains and GREEDY_CHAINS.takes(wanted):
+    if chains and UNTOUCHED.takes(wanted):
         if logits.device.type == "cpu":
             return follow(logits, batch, vocab_size)
         if batch.width == 1:

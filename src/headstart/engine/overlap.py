@@ -182,7 +182,7 @@ class OverlappedRounds(CapturedRounds):
         rejects = s.codes[0, :1] > 0
         base = torch.where(rejects, self._origin + 1, at + 1)
         keys = programs.vocab_ops.keys(s.seeds[:1], base, 0, torch.where(rejects, noise.RESIDUAL, noise.COUPLED))
-        token, _ = programs.draw(logits, warp, keys, s.outputs[:1])
+        token, _ = programs.draw(logits, warp, keys)
         torch.clamp_min(token, 0, out=self._guess)
         programs.chain(
             shape, self._guess[:, None], at + 1, None, range(gamma), base=at + 2, drafts=self._ahead, q=self._ahead_q

@@ -147,9 +147,8 @@ class Programs:
             before = drafts[i - 1, :rows, None] if i else self._drafter.readable(fed)
             logits = self._drafter.fit(runner.device_forward(before, slots[line], 1, shape.bound)[:, 0])
             mine = None if keys is None else (keys[0][line], keys[1][line])
-            outputs = s.outputs[:rows] if history is None else s.outputs[:rows] + i
             place = q[:, i]
-            drawn, row_q = self.draw(logits, warp, mine, outputs, history, place)
+            drawn, row_q = self.draw(logits, warp, mine, history, place)
             torch.clamp_min(drawn, 0, out=drafts[i, :rows])
             if row_q is not None and row_q is not place:
                 place.copy_(row_q)
@@ -161,12 +160,11 @@ class Programs:
         logits: Tensor,
         warp: Warp,
         keys: Keys | None,
-        outputs: Tensor,
         history: History | None = None,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See ``drafters.draft_sampler.draw_tokens``."""
-        return draw_tokens(logits, warp, keys, outputs=outputs, history=history, vocab_ops=self.vocab_ops, into=into)
+        return draw_tokens(logits, warp, keys, history=history, vocab_ops=self.vocab_ops, into=into)
 
     # -- verifying
 

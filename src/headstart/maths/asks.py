@@ -23,9 +23,9 @@ __all__ = ["ASKS", "DRAWING", "PENALTIES", "PROCESSING", "RULES", "TENSORS_ONLY"
 
 Asks = frozenset[str]
 
-#: field -> does a request ask for anything by it? Fields that the engine deals with, around the distribution, ask for
-#: nothing here: how long a text gets, how many there are, whether there is a draft at all.
-ASKS: dict[str, Callable[[SamplingParams], bool]] = {
+#: field -> does a request ask for anything by it? None: never. With those the engine deals, around the distribution:
+#: how long a text gets, how many there are, whether there is a draft at all.
+ASKS: dict[str, Callable[[SamplingParams], bool] | None] = {
     "temperature": lambda p: not p.greedy,
     "top_p": lambda p: not p.greedy and p.top_p < 1,
     "top_k": lambda p: not p.greedy and p.top_k > 0,
@@ -37,13 +37,13 @@ ASKS: dict[str, Callable[[SamplingParams], bool]] = {
     "logit_bias": lambda p: bool(p.logit_bias),
     "min_tokens": lambda p: p.min_tokens > 0,
     "logprobs": lambda p: p.logprobs is not None,
-    "seed": lambda p: False,
-    "stop": lambda p: False,
-    "stop_token_ids": lambda p: False,
-    "max_tokens": lambda p: False,
-    "ignore_eos": lambda p: False,
-    "n": lambda p: False,
-    "speculate": lambda p: False,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "max_tokens": None,
+    "ignore_eos": None,
+    "n": None,
+    "speculate": None,
 }
 
 #: what is done to logits before the temperature
@@ -59,7 +59,8 @@ TENSORS_ONLY: Asks = frozenset()
 
 def asks_of(params: SamplingParams) -> Asks:
     """The fields by which this request asks for anything; its rule in the place of ``verification``."""
-    return frozenset(params.rule if name == "verification" else name for name, asks in ASKS.items() if asks(params))
+    asked = [name for name, asks in ASKS.items() if asks is not None and asks(params)]
+    return frozenset(params.rule if name == "verification" else name for name in asked)
 
 
 @dataclass(frozen=True)

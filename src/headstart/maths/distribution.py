@@ -15,7 +15,7 @@ probability stay or go together, and no sort order decides.
 
 from __future__ import annotations
 
-from typing import Required, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -95,12 +95,9 @@ def _penalties(x: Tensor, warp: Warp, history: History, tokens: Tensor | None, t
 class Nodes(TypedDict, total=False):
     """The N nodes of R rows whose distributions are asked for."""
 
-    outputs: Required[Tensor]  # [R] committed output tokens
+    outputs: Tensor  # [R] committed output tokens; where min_tokens count
     tokens: Tensor | None  # [R, N] the nodes' tokens, column 0 the root (already in the history)
-    #: None: a chain that begins ``depth`` drafted tokens below the root, and the history must already count those
-    #: (a draft loop: N = 1, ``history.add`` after each step)
-    topology: Topology | None
-    depth: int
+    topology: Topology | None  # None: a chain; a draft loop has N = 1, and the history counts what was drafted
     history: History | None
 
 
@@ -109,8 +106,8 @@ def processed(logits: Tensor, warp: Warp, **nodes: Unpack[Nodes]) -> Tensor:
     it."""
     topology = nodes.get("topology")
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-    rows, count, size = x.shape
-    padded = size > warp.vocab_size
+    count = x.shape[1]
+    padded = x.shape[2] > warp.vocab_size
     if x is logits and (padded or warp.bias is not None or warp.early_eos is not None):
         x = x.clone()  # the caller's logits stay as they are
     if padded:
@@ -120,10 +117,7 @@ def processed(logits: Tensor, warp: Warp, **nodes: Unpack[Nodes]) -> Tensor:
         x.scatter_add_(2, ids.unsqueeze(1).expand(-1, count, -1), values.to(x.dtype).unsqueeze(1).expand(-1, count, -1))
     if warp.early_eos is not None:
         least, ids, real = warp.early_eos
-        if topology is None:
-            below = torch.arange(count, device=x.device).add_(nodes.get("depth", 0)).expand(rows, -1)
-        else:
-            below = topology.depth
+        below = torch.arange(count, device=x.device) if topology is None else topology.depth
         early = nodes["outputs"].unsqueeze(1) + below < least.unsqueeze(1)  # [R, N]
         banned = torch.where(early.unsqueeze(2) & real.unsqueeze(1), -torch.inf, 0.0).to(x.dtype)
         x.scatter_add_(2, ids.unsqueeze(1).expand(-1, count, -1), banned)
@@ -243,7 +237,7 @@ def argmaxes(logits: Tensor, warp: Warp, *, vocab_ops: VocabOps = PLAIN, **nodes
 
     Temperature and truncation cannot move an argmax, so they are left out.
     """
-    if warp.bias is None and warp.early_eos is None and not warp.needs_history:
+    if warp.untouched:
         x = logits[..., : warp.vocab_size]  # a view: nothing is copied or converted
     else:
         x = processed(logits, warp, **nodes)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from ..types import SamplingParams
-from .asks import TENSORS_ONLY, asks_of
+from .asks import DRAWING, PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Asks, Served, asks_of
 from .limits import NO_TOP_K
 
-__all__ = ["History", "Warp", "temperature_of"]
+__all__ = ["UNTOUCHED", "History", "Warp", "temperature_of"]
+
+#: the likeliest token of logits that nothing is done to
+UNTOUCHED = Served("untouched logits", frozenset({"logprobs"}), DRAWING | PROCESSING | RULES | TENSORS_ONLY)
 
 _COLD = 0.01  # below this temperature the largest logit is subtracted first, so that the quotient cannot overflow
 
@@ -26,12 +29,11 @@ _COLD = 0.01  # below this temperature the largest logit is subtracted first, so
 class Warp:
     """Sampling parameters of R rows as tensors on the device; None where no row uses the feature."""
 
+    asks: Asks  # what any of the rows asks for
     vocab_size: int  # ids from here on are padding and never get mass
     greedy: Tensor  # [R] bool
     all_greedy: bool
     any_greedy: bool
-    needs_history: bool  # some row uses a penalty
-    tensors_only: bool  # some row asks for what only ``distribution`` itself serves, and no faster loop
     temperature: Tensor | None  # [R]; 1 for greedy rows
     cold: bool  # some temperature is close to 0
     min_p: Tensor | None  # [R]
@@ -49,41 +51,58 @@ class Warp:
         params: Sequence[SamplingParams],
         *,
         vocab_size: int,
-        eos: Sequence[Sequence[int]],
+        eos: Sequence[Sequence[int]] | None,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
     ) -> Warp:
-        """``eos[r]``: the ids row r may not draw until its min_tokens are out. ``dtype``: float64 for exact tests."""
+        """``eos[r]``: the ids row r may not draw until its min_tokens are out; None: a guess, which disregards them.
+        ``dtype``: float64 for exact tests."""
+        asks = frozenset[str]().union(*map(asks_of, params)) - (set() if eos is not None else {"min_tokens"})
+        greedy = [p.greedy for p in params]
 
-        def column(values: list[float], unused: float) -> Tensor | None:
-            used = any(value != unused for value in values)
-            return torch.tensor(values, dtype=dtype, device=device) if used else None
+        def column(name: str, if_greedy: float | None = None) -> Tensor | None:
+            if name not in asks:
+                return None
+            values = [if_greedy if cold and if_greedy is not None else getattr(p, name) for p, cold in rows]
+            return torch.tensor(values, dtype=dtype, device=device)
 
         # Greedy rows need none of the warpers: none of them can move the argmax.
-        warm = list(map(temperature_of, params))
-        ks = [0 if p.greedy or p.top_k >= vocab_size else p.top_k for p in params]
-        repetition = column([p.repetition_penalty for p in params], 1.0)
-        frequency = column([p.frequency_penalty for p in params], 0.0)
-        presence = column([p.presence_penalty for p in params], 0.0)
+        rows = list(zip(params, greedy, strict=True))
+        warm = [1.0 if cold else p.temperature for p, cold in rows]
+        ks = [0 if cold or p.top_k >= vocab_size else p.top_k for p, cold in rows]
         return Warp(
+            asks=asks,
             vocab_size=vocab_size,
-            greedy=torch.tensor([p.greedy for p in params], dtype=torch.bool, device=device),
-            all_greedy=all(p.greedy for p in params),
-            any_greedy=any(p.greedy for p in params),
-            needs_history=not (repetition is None and frequency is None and presence is None),
-            tensors_only=bool(TENSORS_ONLY) and any(TENSORS_ONLY & asks_of(p) for p in params),
-            temperature=column(warm, 1.0),
+            greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            temperature=torch.tensor(warm, dtype=dtype, device=device) if any(t != 1 for t in warm) else None,
             cold=min(warm, default=1.0) < _COLD,
-            min_p=column([0.0 if p.greedy else p.min_p for p in params], 0.0),
+            min_p=column("min_p", 0.0),
             top_k=torch.tensor([k or NO_TOP_K for k in ks], device=device) if any(ks) else None,
             most_k=max(ks, default=0),
-            top_p=column([1.0 if p.greedy else p.top_p for p in params], 1.0),
-            bias=_bias(params, vocab_size, device, dtype),
-            early_eos=_early_eos(params, eos, vocab_size, device),
-            repetition=repetition,
-            frequency=frequency,
-            presence=presence,
+            top_p=column("top_p", 1.0),
+            bias=_bias(params, vocab_size, device, dtype) if "logit_bias" in asks else None,
+            early_eos=_early_eos(params, eos or [], vocab_size, device) if "min_tokens" in asks else None,
+            repetition=column("repetition_penalty"),
+            frequency=column("frequency_penalty"),
+            presence=column("presence_penalty"),
         )
+
+    @property
+    def needs_history(self) -> bool:
+        """Some row uses a penalty."""
+        return not self.asks.isdisjoint(PENALTIES)
+
+    @property
+    def tensors_only(self) -> bool:
+        """Some row asks for what only ``distribution`` itself serves, and no faster loop."""
+        return not self.asks.isdisjoint(TENSORS_ONLY)
+
+    @property
+    def untouched(self) -> bool:
+        """Every row is greedy, and none asks for anything that could change which logit is the largest."""
+        return UNTOUCHED.takes([self.asks])
 
 
 def temperature_of(params: SamplingParams) -> float:
@@ -146,7 +165,3 @@ class History:
         # -1 marks a row whose logits are broken; it fails elsewhere, and must not bring the others down here.
         self.counts.scatter_add_(1, tokens.clamp_min(0).unsqueeze(1), torch.ones_like(self.counts[:, :1]))
         return self
-
-    def copy(self) -> History:
-        """A draft loop adds its guesses to a copy, so that only accepted tokens count afterwards."""
-        return History(self.prompt, self.counts.clone())
