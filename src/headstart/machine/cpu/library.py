@@ -26,7 +26,8 @@ __all__ = [
     "pool",
 ]
 
-KINDS = {"int8": 0, "int4": 1, "float32": 2}
+#: Kinds of packed matrices (csrc/layout.h). The last three want inputs in multiples of 256.
+KINDS = {"int8": 0, "int4": 1, "float32": 2, "q4_k": 3, "q5_k": 4, "q6_k": 5}
 
 
 def each(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -43,6 +44,7 @@ class LayerRecord(Structure):
         *each(MatrixRecord, "qkv out gate_up down"),
         *each(c_void_p, "input_norm post_norm q_norm k_norm keys values"),
         ("window", c_int64),
+        *each(MatrixRecord, "k v up"),  # empty, unless they are of another kind than what they would lie in
     ]
 
 
@@ -70,6 +72,7 @@ class CallRecord(Structure):
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_packed_bytes": (c_int64, [c_int, c_int, c_int]),
     "hs_pack": (None, [c_int, c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "hs_pack_gguf": (c_int, [c_int, c_int, c_void_p, c_int64, c_void_p, c_int, c_int, c_void_p]),
     "hs_unpack": (None, [POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
     "hs_advise": (None, [c_void_p, c_int64]),
     "hs_instructions": (c_char_p, []),

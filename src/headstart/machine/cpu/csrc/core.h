@@ -205,6 +205,28 @@ HS_INLINE void store_half(uint16_t* p, vf v) {
 #endif
 }
 
+// -- bytes: the small scales of packed weights
+
+HS_INLINE vf load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = (float)p[i];
+    return v;
+#endif
+}
+
+HS_INLINE vf load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = (float)p[i];
+    return v;
+#endif
+}
+
 // -- exp
 
 HS_INLINE vf round_even(vf x) {  // |x| < 2^22

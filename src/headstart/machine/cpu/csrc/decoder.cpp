@@ -37,7 +37,11 @@ struct Forward {
     }
 
     void qkv(const Layer& layer, int head, const Inputs& in) const {
-        head_product(layer.qkv, head, m.head_dim, in, tokens, [&](int token, const vf* found, int stride) {
+        const Matrix* from = &layer.qkv;
+        int own = head;  // the head's number in the matrix
+        if (layer.k.data && head >= m.heads) from = &layer.k, own = head - m.heads;
+        if (layer.v.data && head >= m.heads + m.kv_heads) from = &layer.v, own = head - m.heads - m.kv_heads;
+        head_product(*from, own, m.head_dim, in, tokens, [&](int token, const vf* found, int stride) {
             float* query = queries + (size_t)token * m.heads * m.head_dim;
             const Way to{layer.q_norm, layer.k_norm, query, layer.keys, layer.values};
             place_head(m, head, room.places[token], to, found, stride);
@@ -116,8 +120,9 @@ struct Forward {
             add(layer.out, attended, *++share);
             pool.meet();
             in = norm(layer.post_norm, thread, *++share);
+            const Matrix* up = layer.up.data ? &layer.up : nullptr;
             share++;
-            for (int i; (i = share->take()) < m.ffn / GROUP;) swiglu(layer.gate_up, i, in, tokens, gated);
+            for (int i; (i = share->take()) < m.ffn / GROUP;) swiglu(layer.gate_up, up, i, in, tokens, gated);
             pool.meet();
             add(layer.down, gated, *++share);
             pool.meet();
@@ -214,7 +219,7 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
             ProductCall& p = *(ProductCall*)argument;
             const Matrix& m = *p.m;
             for (int t; (t = p.rounding.take()) < p.tokens;)
-                for (int g = 0; g < m.blocks(); g++) {
+                for (int g = 0; g < m.inputs / GROUP; g++) {
                     const float* x = p.x + (size_t)t * m.inputs + g * GROUP;
                     round_group(p.in, t, g, load(x), load(x + LANES));
                 }

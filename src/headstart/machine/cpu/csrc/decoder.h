@@ -10,7 +10,7 @@
 namespace hs {
 
 struct Layer {
-    Matrix qkv;      // [(heads + 2 * kv_heads) * head_dim, hidden]
+    Matrix qkv;      // [(heads + 2 * kv_heads) * head_dim, hidden], less k and v below
     Matrix out;      // [hidden, heads * head_dim]
     Matrix gate_up;  // [2 * ffn, hidden], 32 rows of gate, 32 of up, and so on
     Matrix down;     // [hidden, ffn]
@@ -18,6 +18,8 @@ struct Layer {
     const float *q_norm, *k_norm;  // [head_dim] or null
     uint16_t *keys, *values;       // the slab's, half floats
     int64_t window;                // 0: sees everything
+    // Where they are of another kind than what they would lie in: then they are not in qkv, or gate_up is the gate alone.
+    Matrix k, v, up;
 };
 
 struct Model {
@@ -75,13 +77,14 @@ class Rounded {
   public:
     Inputs need(int tokens, int width) {
         const size_t n = (size_t)tokens * width, b = n / GROUP;
-        return {numbers_.need(n), scales_.need(b), totals_.need(b), offsets_.need(b), exact_.need(n), width};
+        return {numbers_.need(n), scales_.need(b),     totals_.need(b), offsets_.need(b),
+                halves_.need(2 * b), exact_.need(n), width};
     }
 
   private:
     Buffer<int8_t> numbers_;
     Buffer<float> scales_, totals_, exact_;
-    Buffer<int32_t> offsets_;
+    Buffer<int32_t> offsets_, halves_;
 };
 
 struct Own {  // of one thread
@@ -217,11 +220,16 @@ __attribute__((noinline)) void place_head(const M& m, int head, const Place& at,
     for (int i = 0; i < tiles; i++) store_half(cache + i * LANES, v[i]);
 }
 
-// 32 numbers of silu(gate) * up for n tokens, rounded.
-HS_INLINE void swiglu(const Matrix& gate_up, int item, const Inputs& in, int n, const Inputs& to) {
+// 32 numbers of silu(gate) * up for n tokens, rounded. ``up``: null if its rows lie between the gate's.
+HS_INLINE void swiglu(const Matrix& gate, const Matrix* up, int item, const Inputs& in, int n, const Inputs& to) {
     vf found[4 * MOST_TOKENS];
     by_tokens(n, [&](int t, int some) {
-        tiles_product(gate_up, item * 4, 4, in.from(t), some, found);
+        if (up) {
+            tiles_product(gate, item * 2, 2, in.from(t), some, found);
+            tiles_product(*up, item * 2, 2, in.from(t), some, found + 2 * some);
+        } else {
+            tiles_product(gate, item * 4, 4, in.from(t), some, found);
+        }
         for (int j = 0; j < some; j++)
             round_group(to, t + j, item, silu(found[j]) * found[2 * some + j],
                         silu(found[some + j]) * found[3 * some + j]);

@@ -53,8 +53,7 @@ struct Steps {
         const Inputs line = to.from(slot);
         const int groups = h.target_hidden / GROUP;
         for (int p = 0; p < h.parts; p++) {
-            const Inputs part{line.numbers + p * h.target_hidden, line.scales + p * groups, line.totals + p * groups,
-                              line.offsets + p * groups, line.exact + p * h.target_hidden, h.target_hidden};
+            const Inputs part = line.at((size_t)p * h.target_hidden, h.target_hidden);
             if (none)
                 for (int i = 0; i < groups; i++) round_group(part, 0, i, splat(0.0f), splat(0.0f));
             else
@@ -148,7 +147,7 @@ struct Steps {
             norm(x + (size_t)(of ? of[r] : r) * h.width, h.width, to, r);
         });
         turn++;
-        for (int item; (item = turn->take()) < h.ffn / GROUP;) swiglu(h.gate_up, item, in, c.rows, gated);
+        for (int item; (item = turn->take()) < h.ffn / GROUP;) swiglu(h.gate_up, nullptr, item, in, c.rows, gated);
         pool.meet();
         product(h.down, gated, c.rows, *++turn, [&](int tile, int r, vf v) {
             const size_t from = (size_t)(of ? of[r] : r) * h.width + tile * LANES;

@@ -1,7 +1,6 @@
-// The products, compiled once, and the packing of weights.
+// The products, compiled once.
 #include "product.h"
 
-#include <cmath>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -35,6 +34,9 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
     switch (m.kind) {
         case INT8: run<INT8>(m, first, count, in, tokens, out); break;
         case INT4: run<INT4>(m, first, count, in, tokens, out); break;
+        case Q4_K: run<Q4_K>(m, first, count, in, tokens, out); break;
+        case Q5_K: run<Q5_K>(m, first, count, in, tokens, out); break;
+        case Q6_K: run<Q6_K>(m, first, count, in, tokens, out); break;
         default: run<FLOAT>(m, first, count, in, tokens, out);
     }
     if (m.bias)
@@ -44,90 +46,9 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
         }
 }
 
-// -- packing
-
-static void pack_int8(const float* x, uint8_t* block, int lane) {
-    float most = 0.0f;
-    for (int k = 0; k < GROUP; k++) most = std::fmax(most, std::fabs(x[k]));
-    const uint16_t half = float_to_half(most / 127.0f);
-    const float scale = half_to_float(half), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    memcpy(block + 512 + 2 * lane, &half, 2);
-    for (int k = 0; k < GROUP; k++) {
-        float q = std::nearbyint(x[k] * inverse);
-        q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q;
-        block[64 * (k / 4) + 4 * lane + k % 4] = (uint8_t)((int)q + 128);
-    }
-}
-
-static void pack_int4(const float* x, uint8_t* block, int lane) {
-    float low = x[0], high = x[0];
-    for (int k = 1; k < GROUP; k++) low = std::fmin(low, x[k]), high = std::fmax(high, x[k]);
-    const uint16_t halves[2] = {float_to_half((high - low) / 15.0f), float_to_half(low)};
-    const float scale = half_to_float(halves[0]), least = half_to_float(halves[1]);
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    memcpy(block + 256 + 2 * lane, &halves[0], 2);
-    memcpy(block + 288 + 2 * lane, &halves[1], 2);
-    for (int k = 0; k < GROUP; k++) {
-        float q = std::nearbyint((x[k] - least) * inverse);
-        const uint8_t n = (uint8_t)(q > 15.0f ? 15.0f : q < 0.0f ? 0.0f : q);
-        const int quad = k / 4;
-        uint8_t& at = block[64 * (quad % 4) + 4 * lane + k % 4];
-        at = quad < 4 ? (uint8_t)((at & 0xf0) | n) : (uint8_t)((at & 0x0f) | n << 4);
-    }
-}
-
-void unpack_row(const Matrix& m, int output, float* to) {
-    const int lane = output % LANES;
-    for (int b = 0; b < m.blocks(); b++) {
-        const uint8_t *block = m.tile(output / LANES) + block_bytes(m.kind) * b, *own = block + 4 * lane;
-        if (m.kind == FLOAT) {
-            for (int k = 0; k < GROUP; k++) *to++ = ((const float*)block)[k * LANES + lane];
-            continue;
-        }
-        const uint16_t* halves = (const uint16_t*)(block + (m.kind == INT8 ? 512 : 256));
-        const float scale = half_to_float(halves[lane]);
-        if (m.kind == INT8) {
-            for (int k = 0; k < GROUP; k++) *to++ = scale * (float)((int)own[64 * (k / 4) + k % 4] - 128);
-            continue;
-        }
-        const float least = half_to_float(halves[LANES + lane]);
-        for (int k = 0; k < GROUP; k++) {
-            const uint8_t both = own[64 * (k / 4 % 4) + k % 4];
-            *to++ = std::fma(scale, (float)(k < GROUP / 2 ? both & 15 : both >> 4), least);
-        }
-    }
-}
-
 }  // namespace hs
 
 using namespace hs;
-
-HS_API int64_t hs_packed_bytes(int kind, int outputs, int inputs) {
-    return (int64_t)block_bytes(kind) * (inputs / GROUP) * ((outputs + LANES - 1) / LANES);
-}
-
-// ``order[i]``: which row of ``weights`` [.., inputs] becomes output i; -1 for a row of zeros. ``outputs``: padded.
-HS_API void hs_pack(int kind, const float* weights, const int32_t* order, int outputs, int inputs, uint8_t* packed) {
-    const float zeros[GROUP] = {};
-    memset(packed, 0, (size_t)hs_packed_bytes(kind, outputs, inputs));
-    for (int o = 0; o < outputs; o++)
-        for (int b = 0; b < inputs / GROUP; b++) {
-            const float* x = order[o] < 0 ? zeros : weights + (size_t)order[o] * inputs + b * GROUP;
-            const size_t tile = block_bytes(kind) * (inputs / GROUP) * (o / LANES);
-            uint8_t* block = packed + tile + block_bytes(kind) * b;
-            if (kind == INT8)
-                pack_int8(x, block, o % LANES);
-            else if (kind == INT4)
-                pack_int4(x, block, o % LANES);
-            else
-                for (int k = 0; k < GROUP; k++) ((float*)block)[k * LANES + o % LANES] = x[k];
-        }
-}
-
-// Some rows of a packed matrix as floats [count, inputs].
-HS_API void hs_unpack(const Matrix* m, const int32_t* rows, int count, float* to) {
-    for (int i = 0; i < count; i++) unpack_row(*m, rows[i], to + (size_t)i * m->inputs);
-}
 
 // The instructions that this library was compiled to use.
 HS_API const char* hs_instructions() {

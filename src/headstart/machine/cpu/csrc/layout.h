@@ -1,0 +1,57 @@
+// Packed matrices: which numbers lie where.
+//
+// Knows: the kinds of weights and their layout. Does not know: how they are multiplied, or where they come from.
+//
+// A matrix [outputs, inputs] is cut into tiles of 16 outputs, a tile into blocks of 32 or 256 inputs, a block into groups
+// of 32. A group holds 16 x 32 numbers in the order the dot-product instruction wants them (four inputs of all 16 outputs
+// side by side, so that no sum ever crosses lanes); behind a block's groups lie its scales, 16 outputs side by side:
+//
+//   kind   block  a group's numbers            scales of a block                                 value
+//   INT8   32     512 bytes, number + 128      16 halves                                         scale * number
+//   INT4   32     256 bytes, two in each       16 halves, 16 halves of minima                    scale * number + minimum
+//   FLOAT  32     2048 bytes, float32          none
+//   Q4_K   256    256 bytes, two in each       8 x 16 bytes s, 8 x 16 bytes m (one for each      d * s * number - e * m
+//                                              group), 16 halves d, 16 halves e
+//   Q5_K   256    256 bytes, and 64 of bits 4  the same                                          the same
+//   Q6_K   256    256 bytes, and 128 of bits   16 x 16 signed bytes s (one for each 16 inputs),  d * s * (number - 32)
+//                 4 and 5                      16 halves d
+//
+// Two in each: byte k of a lane has input k (of the group) in its low half and input k + 16 in its high half. Bits 4: bit
+// j of byte i of a lane belongs to input 4 * j + i. Bits 4 and 5: bits 2 * j and 2 * j + 1 of byte i belong to input
+// 4 * j + i; inputs 16 .. 31 have 64 bytes of their own.
+//
+// These are the numbers of GGUF's Q8_0 (INT8), Q4_0 and Q4_1 (INT4), Q4_K, Q5_K and Q6_K, none of them changed.
+#pragma once
+#include "core.h"
+
+namespace hs {
+
+enum Kind : int32_t { INT8 = 0, INT4 = 1, FLOAT = 2, Q4_K = 3, Q5_K = 4, Q6_K = 5 };
+constexpr int KINDS = 6;
+
+constexpr bool by_256(int kind) { return kind >= Q4_K; }
+constexpr int block_groups(int kind) { return by_256(kind) ? 8 : 1; }
+constexpr int block_inputs(int kind) { return GROUP * block_groups(kind); }
+constexpr size_t group_bytes(int kind) {
+    return kind == INT8 ? 512 : kind == FLOAT ? 2048 : kind == Q5_K ? 320 : kind == Q6_K ? 384 : 256;
+}
+constexpr size_t scales_at(int kind) { return group_bytes(kind) * block_groups(kind); }  // behind the groups
+constexpr size_t block_bytes(int kind) {
+    return scales_at(kind) + (kind == INT8 ? 32 : kind == INT4 ? 64 : kind == FLOAT ? 0 : kind == Q6_K ? 288 : 320);
+}
+
+struct Matrix {
+    int32_t kind, outputs, inputs;  // outputs: a multiple of 16 (padded), inputs: of a block's
+    const uint8_t* data;            // null: there is no such matrix
+    const float* bias;              // [outputs] or null
+
+    int blocks() const { return inputs / block_inputs(kind); }
+    int tiles() const { return outputs / LANES; }
+    size_t tile_bytes() const { return block_bytes(kind) * blocks(); }
+    const uint8_t* tile(int i) const { return data + tile_bytes() * i; }
+};
+
+// Row ``output`` of a packed matrix as floats [inputs].
+void unpack_row(const Matrix& m, int output, float* to);
+
+}  // namespace hs

@@ -1,0 +1,299 @@
+// Packing: floats, or a GGUF file's own blocks, into the layout of the kernels, and back to floats.
+//
+// Knows: both layouts. Does not know: files, tensors' names, products.
+#include <cmath>
+
+#include "layout.h"
+
+namespace hs {
+
+namespace {
+
+// Types of GGUF's tensors, by its own numbers: bytes of a block, and inputs of a block.
+enum Type : int { F32 = 0, F16 = 1, T4_0 = 2, T4_1 = 3, T8_0 = 8, T4_K = 12, T5_K = 13, T6_K = 14, BF16 = 30 };
+
+uint16_t half_at(const uint8_t* p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return h;
+}
+
+// A group's numbers [32] to the place of output ``lane``; the group's bytes are zero before.
+template <int KIND> HS_INLINE void put_numbers(const uint8_t* n, uint8_t* group, int lane) {
+    uint8_t* own = group + 4 * lane;
+    if (KIND == INT8) {
+        for (int j = 0; j < 8; j++) memcpy(own + 64 * j, n + 4 * j, 4);
+        return;
+    }
+    uint8_t both[16];
+    for (int k = 0; k < 16; k++) both[k] = (uint8_t)((n[k] & 15) | n[k + 16] << 4);
+    for (int j = 0; j < 4; j++) memcpy(own + 64 * j, both + 4 * j, 4);
+    if (KIND == Q5_K) {
+        uint8_t high[4] = {};
+        for (int k = 0; k < GROUP; k++) high[k % 4] |= (uint8_t)((n[k] >> 4) << k / 4);
+        memcpy(own + 256, high, 4);
+    }
+    if (KIND == Q6_K)
+        for (int half = 0; half < 2; half++) {
+            uint8_t high[4] = {};
+            for (int k = 0; k < 16; k++) high[k % 4] |= (uint8_t)((n[16 * half + k] >> 4) << 2 * (k / 4));
+            memcpy(own + 256 + 64 * half, high, 4);
+        }
+}
+
+template <int KIND> HS_INLINE void get_numbers(const uint8_t* group, int lane, uint8_t* n) {
+    const uint8_t* own = group + 4 * lane;
+    for (int k = 0; k < GROUP; k++) {
+        const int j = k / 4, i = k % 4;
+        if (KIND == INT8) {
+            n[k] = own[64 * j + i];
+            continue;
+        }
+        n[k] = own[64 * (j % 4) + i] >> (j < 4 ? 0 : 4) & 15;
+        if (KIND == Q5_K) n[k] |= (own[256 + i] >> j & 1) << 4;
+        if (KIND == Q6_K) n[k] |= (own[256 + j / 4 * 64 + i] >> 2 * (j % 4) & 3) << 4;
+    }
+}
+
+// -- floats
+
+void pack_int8(const float* x, uint8_t* block, int lane) {
+    float most = 0.0f;
+    for (int k = 0; k < GROUP; k++) most = std::fmax(most, std::fabs(x[k]));
+    const uint16_t half = float_to_half(most / 127.0f);
+    const float scale = half_to_float(half), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    memcpy(block + 512 + 2 * lane, &half, 2);
+    uint8_t n[GROUP];
+    for (int k = 0; k < GROUP; k++) {
+        const float q = std::nearbyint(x[k] * inverse);
+        n[k] = (uint8_t)((int)(q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q) + 128);
+    }
+    put_numbers<INT8>(n, block, lane);
+}
+
+void pack_int4(const float* x, uint8_t* block, int lane) {
+    float low = x[0], high = x[0];
+    for (int k = 1; k < GROUP; k++) low = std::fmin(low, x[k]), high = std::fmax(high, x[k]);
+    const uint16_t halves[2] = {float_to_half((high - low) / 15.0f), float_to_half(low)};
+    const float scale = half_to_float(halves[0]), least = half_to_float(halves[1]);
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    memcpy(block + 256 + 2 * lane, &halves[0], 2);
+    memcpy(block + 288 + 2 * lane, &halves[1], 2);
+    uint8_t n[GROUP];
+    for (int k = 0; k < GROUP; k++) {
+        const float q = std::nearbyint((x[k] - least) * inverse);
+        n[k] = (uint8_t)(q > 15.0f ? 15.0f : q < 0.0f ? 0.0f : q);
+    }
+    put_numbers<INT4>(n, block, lane);
+}
+
+void pack_floats(int kind, const float* x, uint8_t* block, int lane) {
+    if (kind == INT8)
+        pack_int8(x, block, lane);
+    else if (kind == INT4)
+        pack_int4(x, block, lane);
+    else
+        for (int k = 0; k < GROUP; k++) ((float*)block)[k * LANES + lane] = x[k];
+}
+
+// -- blocks of a GGUF file
+
+// Q4_K's and Q5_K's eight 6-bit scales and minima, from 12 bytes.
+void split_scales(const uint8_t* p, uint8_t* scales, uint8_t* minima) {
+    for (int g = 0; g < 4; g++) {
+        scales[g] = p[g] & 63;
+        minima[g] = p[g + 4] & 63;
+        scales[g + 4] = (uint8_t)((p[g + 8] & 15) | (p[g] >> 6) << 4);
+        minima[g + 4] = (uint8_t)((p[g + 8] >> 4) | (p[g + 4] >> 6) << 4);
+    }
+}
+
+// Group g's numbers of a block of 256.
+template <int KIND> HS_INLINE void file_numbers(const uint8_t* raw, int g, uint8_t* n) {
+    if (KIND == Q6_K) {  // 128 low halves, 64 bytes of high bits; inputs l, l + 32, l + 64, l + 96 share these
+        const uint8_t *low = raw + g / 4 * 64 + g % 2 * 32, *high = raw + 128 + g / 4 * 32;
+        for (int k = 0; k < GROUP; k++)
+            n[k] = (uint8_t)((low[k] >> (g % 4 < 2 ? 0 : 4) & 15) | (high[k] >> 2 * (g % 4) & 3) << 4);
+        return;
+    }
+    const uint8_t *high = raw + 16, *low = raw + (KIND == Q5_K ? 48 : 16) + g / 2 * 32;
+    for (int k = 0; k < GROUP; k++) {
+        n[k] = low[k] >> (g % 2 ? 4 : 0) & 15;
+        if (KIND == Q5_K) n[k] |= (high[k] >> g & 1) << 4;
+    }
+}
+
+template <int KIND> void pack_256(const uint8_t* raw, uint8_t* block, int lane) {
+    uint8_t n[GROUP], *scales = block + scales_at(KIND);
+    for (int g = 0; g < 8; g++) {
+        file_numbers<KIND>(raw, g, n);
+        put_numbers<KIND>(n, block + group_bytes(KIND) * g, lane);
+    }
+    if (KIND == Q6_K) {
+        for (int i = 0; i < 16; i++) scales[LANES * i + lane] = raw[192 + i];
+        memcpy(scales + 256 + 2 * lane, raw + 208, 2);
+        return;
+    }
+    uint8_t s[8], m[8];
+    split_scales(raw + 4, s, m);
+    for (int g = 0; g < 8; g++) scales[LANES * g + lane] = s[g], scales[128 + LANES * g + lane] = m[g];
+    memcpy(scales + 256 + 2 * lane, raw, 2);
+    memcpy(scales + 288 + 2 * lane, raw + 2, 2);
+}
+
+void pack_32(int type, const uint8_t* raw, uint8_t* block, int lane) {
+    uint8_t n[GROUP];
+    if (type == T8_0) {
+        memcpy(block + 512 + 2 * lane, raw, 2);
+        for (int k = 0; k < GROUP; k++) n[k] = (uint8_t)(raw[2 + k] ^ 128);
+        return put_numbers<INT8>(n, block, lane);
+    }
+    const uint16_t least = type == T4_1 ? half_at(raw + 2) : float_to_half(-8.0f * half_to_float(half_at(raw)));
+    memcpy(block + 256 + 2 * lane, raw, 2);
+    memcpy(block + 288 + 2 * lane, &least, 2);
+    const uint8_t* both = raw + (type == T4_1 ? 4 : 2);
+    for (int k = 0; k < 16; k++) n[k] = both[k] & 15, n[k + 16] = both[k] >> 4;
+    put_numbers<INT4>(n, block, lane);
+}
+
+size_t raw_bytes(int type) {
+    switch (type) {
+        case T4_0: return 18;
+        case T4_1: return 20;
+        case T8_0: return 34;
+        case T4_K: return 144;
+        case T5_K: return 176;
+        case T6_K: return 210;
+        default: return 0;
+    }
+}
+
+// The kind that keeps a type's numbers; -1 if there is none.
+int kind_of(int type) {
+    switch (type) {
+        case T4_0: case T4_1: return INT4;
+        case T8_0: return INT8;
+        case T4_K: return Q4_K;
+        case T5_K: return Q5_K;
+        case T6_K: return Q6_K;
+        default: return -1;
+    }
+}
+
+void pack_raw(int type, const uint8_t* raw, uint8_t* block, int lane) {
+    switch (type) {
+        case T4_K: return pack_256<Q4_K>(raw, block, lane);
+        case T5_K: return pack_256<Q5_K>(raw, block, lane);
+        case T6_K: return pack_256<Q6_K>(raw, block, lane);
+        default: return pack_32(type, raw, block, lane);
+    }
+}
+
+// 32 floats of a row, from group g on.
+void file_floats(int type, const uint8_t* row, int g, float* to) {
+    if (type == F32) {
+        memcpy(to, row + sizeof(float) * GROUP * g, sizeof(float) * GROUP);
+        return;
+    }
+    for (int k = 0; k < GROUP; k++) {
+        const uint16_t h = half_at(row + 2 * ((size_t)GROUP * g + k));
+        const uint32_t bits = (uint32_t)h << 16;
+        if (type == F16)
+            to[k] = half_to_float(h);
+        else
+            memcpy(to + k, &bits, 4);
+    }
+}
+
+// -- and back
+
+template <int KIND> void unpack_block(const uint8_t* block, int lane, float* to) {
+    const uint8_t* p = block + scales_at(KIND);
+    const uint16_t* halves = (const uint16_t*)(p + (by_256(KIND) ? 256 : 0));
+    const float scale = half_to_float(halves[lane]);
+    const float least = KIND == INT8 || KIND == Q6_K ? 0.0f : half_to_float(halves[LANES + lane]);
+    for (int g = 0; g < block_groups(KIND); g++) {
+        uint8_t n[GROUP];
+        get_numbers<KIND>(block + group_bytes(KIND) * g, lane, n);
+        for (int k = 0; k < GROUP; k++) {
+            if (KIND == INT8) *to++ = scale * (float)((int)n[k] - 128);
+            if (KIND == INT4) *to++ = std::fma(scale, (float)n[k], least);
+            if (KIND == Q4_K || KIND == Q5_K)
+                *to++ = scale * (float)(p[LANES * g + lane] * n[k]) - least * (float)p[128 + LANES * g + lane];
+            if (KIND == Q6_K)
+                *to++ = scale * (float)((int8_t)p[LANES * (2 * g + k / 16) + lane] * ((int)n[k] - 32));
+        }
+    }
+}
+
+}  // namespace
+
+void unpack_row(const Matrix& m, int output, float* to) {
+    const int lane = output % LANES;
+    for (int b = 0; b < m.blocks(); b++, to += block_inputs(m.kind)) {
+        const uint8_t* block = m.tile(output / LANES) + block_bytes(m.kind) * b;
+        switch (m.kind) {
+            case INT8: unpack_block<INT8>(block, lane, to); break;
+            case INT4: unpack_block<INT4>(block, lane, to); break;
+            case Q4_K: unpack_block<Q4_K>(block, lane, to); break;
+            case Q5_K: unpack_block<Q5_K>(block, lane, to); break;
+            case Q6_K: unpack_block<Q6_K>(block, lane, to); break;
+            default:
+                for (int k = 0; k < GROUP; k++) to[k] = ((const float*)block)[k * LANES + lane];
+        }
+    }
+}
+
+}  // namespace hs
+
+using namespace hs;
+
+HS_API int64_t hs_packed_bytes(int kind, int outputs, int inputs) {
+    return (int64_t)block_bytes(kind) * (inputs / block_inputs(kind)) * ((outputs + LANES - 1) / LANES);
+}
+
+// Calls put(row, number of the block, block, lane) for every block; rows of -1 stay zeros.
+template <typename Put>
+static void pack(int kind, const int32_t* order, int outputs, int inputs, uint8_t* packed, Put put) {
+    const int blocks = inputs / block_inputs(kind);
+    memset(packed, 0, (size_t)hs_packed_bytes(kind, outputs, inputs));
+    for (int first = 0; first < outputs; first += LANES)  // tile by tile, which is written once from end to end
+        for (int b = 0; b < blocks; b++, packed += block_bytes(kind))
+            for (int o = first; o < first + LANES && o < outputs; o++)
+                if (order[o] >= 0) put(order[o], b, packed, o - first);
+}
+
+// ``order[i]``: which row of ``weights`` [.., inputs] becomes output i; -1 for a row of zeros. ``kind``: not a K kind.
+HS_API void hs_pack(int kind, const float* weights, const int32_t* order, int outputs, int inputs, uint8_t* packed) {
+    pack(kind, order, outputs, inputs, packed, [&](int row, int b, uint8_t* block, int lane) {
+        pack_floats(kind, weights + (size_t)row * inputs + b * GROUP, block, lane);
+    });
+}
+
+// The same from the bytes of a GGUF file's tensor, whose rows are ``row_bytes`` apart. Q4_0 and Q4_1 become INT4, Q8_0
+// INT8, Q4_K, Q5_K and Q6_K themselves, exactly; F32, F16 and BF16 any kind that ``hs_pack`` makes. 0, or 1 if the type
+// does not become this kind (then nothing was done). Several threads may pack ranges of a matrix's tiles.
+HS_API int hs_pack_gguf(int kind, int type, const uint8_t* raw, int64_t row_bytes, const int32_t* order, int outputs,
+                        int inputs, uint8_t* packed) {
+    if (kind < 0 || kind >= KINDS || inputs % block_inputs(kind)) return 1;
+    if (type == F32 || type == F16 || type == BF16) {
+        if (by_256(kind)) return 1;
+        pack(kind, order, outputs, inputs, packed, [&](int row, int b, uint8_t* block, int lane) {
+            float x[GROUP];
+            file_floats(type, raw + row_bytes * row, b, x);
+            pack_floats(kind, x, block, lane);
+        });
+        return 0;
+    }
+    if (kind_of(type) != kind) return 1;
+    const size_t each = raw_bytes(type);
+    pack(kind, order, outputs, inputs, packed, [&](int row, int b, uint8_t* block, int lane) {
+        pack_raw(type, raw + row_bytes * row + each * b, block, lane);
+    });
+    return 0;
+}
+
+// Some rows of a packed matrix as floats [count, inputs].
+HS_API void hs_unpack(const Matrix* m, const int32_t* rows, int count, float* to) {
+    for (int i = 0; i < count; i++) unpack_row(*m, rows[i], to + (size_t)i * m->inputs);
+}
