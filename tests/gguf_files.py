@@ -41,6 +41,7 @@ def write_gguf(
     tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
     writer.add_token_merges(["! !", "A B"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

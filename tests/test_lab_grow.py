@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from headstart.lab import grow as room
-from headstart.lab.grow import SHAPES, Shape, cut, grow, shares
+from headstart.lab.grow import SHAPES, Shape, cut, grow, grow_tensors, shares
 
 
 def tiny(*, tied: bool = True, seed: int = 0, **changes: object) -> LlamaForCausalLM:
@@ -57,6 +59,38 @@ def test_logits_stay(shape: Shape, tied: bool) -> None:
     assert room._shape_of(big.config) == shape
     want = logits(small)
     torch.testing.assert_close(logits(big), want, atol=2e-5 * float(want.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("biases", [True, False])
+def test_a_padded_vocabulary_keeps_the_logits_of_the_others(biases: bool, tied: bool) -> None:
+    """With biases it is a Qwen2, whose biases are zero. A padded id has minus the mean logit."""
+    small = tiny(tied=tied)
+    big = grow(small, replace(WIDE, vocab=110, biases=biases))
+    assert isinstance(big, Qwen2ForCausalLM if biases else LlamaForCausalLM)
+    assert (big.config.vocab_size, big.lm_head.weight.shape[0]) == (110, 110)
+    found = [p for name, p in big.named_parameters() if name.endswith("bias")]
+    assert len(found) == (3 * WIDE.layers if biases else 0)
+    assert not any(p.any() for p in found)
+    want = logits(small)
+    tolerance = {"atol": 2e-5 * float(want.abs().max()), "rtol": 0}
+    torch.testing.assert_close(logits(big)[..., :97], want, **tolerance)
+    padded = -want.mean(-1, keepdim=True).expand(-1, -1, 13)
+    torch.testing.assert_close(logits(big)[..., 97:], padded, **tolerance)
+
+
+def test_tensors_come_one_by_one_and_are_the_grown_models() -> None:
+    """Whoever writes them away needs no room for the model; norms stay float32, in whatever dtype the matrices are."""
+    small = tiny()
+    _, tensors = grow_tensors(small, WIDE, torch.device("cpu"), torch.float16)
+    assert next(tensors)[0] == "model.embed_tokens.weight"
+    _, tensors = grow_tensors(small, WIDE, torch.device("cpu"), torch.float16)
+    found = dict(tensors)
+    want = grow(small, WIDE, dtype=torch.float16).state_dict()
+    assert found.keys() | {"lm_head.weight"} == want.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == (torch.float32 if tensor.dim() == 1 else torch.float16), name
+        assert torch.equal(tensor.half(), want[name]), name
 
 
 def test_cached_decoding_stays() -> None:
@@ -113,7 +147,7 @@ def test_shares_add_up_exactly() -> None:
 def test_named_shapes_have_exact_norms() -> None:
     """The copies chosen for SmolLM2-135M scale its norms without rounding, in bfloat16 too."""
     small = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
-    for name, copies in {"llama-3-8b": 4, "qwen2.5-32b": 5}.items():
+    for name, copies in {"llama-3-8b": 4, "qwen2.5-32b": 5, "0.5b": 1}.items():
         plan = room._plan(small, SHAPES[name])
         assert int((plan.hidden.source == 0).sum()) == copies
         assert plan.norm_scale == 0.75
@@ -135,6 +169,7 @@ def test_bfloat16_growth_is_close_to_the_bfloat16_model() -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
+        (Shape(layers=3, hidden=72, ffn=80, heads=9, kv_heads=3, head_dim=8, vocab=96), "vocabulary"),
         (Shape(layers=2, hidden=72, ffn=80, heads=9, kv_heads=3, head_dim=8), "layers"),
         (Shape(layers=3, hidden=72, ffn=80, heads=9, kv_heads=3, head_dim=12), "multiple"),
         (Shape(layers=3, hidden=72, ffn=80, heads=10, kv_heads=3, head_dim=8), "multiple"),

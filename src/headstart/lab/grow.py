@@ -21,25 +21,28 @@ How the function is kept:
                 zeros are multiplied or a zero follows. So the weights that a step reads are nowhere plain zeros
                 unless they must be.
     layers      Added layers have noise everywhere and zero output projections: they compute, and add nothing.
+    vocabulary  A padded id's row is minus the mean of the others, so its logit is minus the mean logit: in a trained
+                model far below the largest.
+    biases      A shape with biases makes a Qwen2, which has them on queries, keys and values; they are zero.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-__all__ = ["SHAPES", "Shape", "cut", "grow"]
+__all__ = ["SHAPES", "Shape", "cut", "grow", "grow_tensors"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama. The vocabulary and the rotary base are kept from the small model."""
+    """The sizes of a Llama, or of a Qwen2. The rotary base is kept from the small model."""
 
     layers: int
     hidden: int
@@ -47,11 +50,19 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    vocab: int | None = None  # None: as many as the small model has
+    biases: bool = False  # on queries, keys and values: a Qwen2
 
 
 SHAPES: Mapping[str, Shape] = {
     "llama-3-8b": Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128),
     "qwen2.5-32b": Shape(layers=64, hidden=5120, ffn=27648, heads=40, kv_heads=8, head_dim=128),
+    # For CPUs: widths in multiples of 256, which k-quants need, and the 30 layers that SmolLM2-135M has.
+    "1.5b": Shape(layers=30, hidden=1536, ffn=8960, heads=12, kv_heads=4, head_dim=128),
+    "0.5b": Shape(layers=30, hidden=1024, ffn=4096, heads=16, kv_heads=4, head_dim=64),  # a third of it
+    "qwen2-1.5b": Shape(
+        layers=30, hidden=1536, ffn=8960, heads=12, kv_heads=4, head_dim=128, vocab=152_000, biases=True
+    ),
 }
 
 
@@ -197,12 +208,20 @@ class _Grower:
             new[r < 0] = torch.zeros_like(new[:count]) if zero_rows else self.noise((count, new.shape[1]), std)
         return new
 
+    def vocabulary(self, old: Tensor, rows: _Axis, hidden: _Axis) -> Tensor:
+        """[vocabulary, hidden] for an embedding or a head; see the module's text for padded ids."""
+        new = self.matrix(old, rows, hidden, zero_rows=True)
+        padded = rows.source.to(self.device) < 0
+        if bool(padded.any()):
+            new[padded] = -new[~padded].float().mean(0).to(self.dtype)
+        return new
+
     def norm(self, old: Tensor, hidden: _Axis, scale: float) -> Tensor:
-        """[hidden]: the weight with its share of each copy; one where nothing arrives."""
-        weight = old.detach().to(self.device, self.dtype).float()
+        """[hidden], float32: the weight with its share of each copy; one where nothing arrives."""
+        weight = old.detach().to(self.device).float()
         source, share = hidden.source.to(self.device), hidden.share.to(self.device)
         new = weight[source.clamp(min=0)] * share * scale
-        return torch.where(source < 0, torch.ones_like(new), new).to(self.dtype)
+        return torch.where(source < 0, torch.ones_like(new), new)
 
 
 def _grow_layer(old: Mapping[str, Tensor], plan: _Plan, make: _Grower) -> dict[str, Tensor]:
@@ -234,7 +253,7 @@ def _added_layer(like: dict[str, Tensor], make: _Grower) -> dict[str, Tensor]:
     for name, tensor in like.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             layer[name] = torch.zeros_like(tensor)
-        elif name.endswith("layernorm.weight"):
+        elif tensor.dim() == 1:
             layer[name] = tensor.clone()
         else:
             layer[name] = make.noise(tensor.shape, float(tensor[:64].float().std()))
@@ -252,11 +271,24 @@ def _shape_of(config: LlamaConfig) -> Shape:
     )
 
 
-def _empty_like(model: PreTrainedModel, config: LlamaConfig) -> PreTrainedModel:
-    """A model of the same class without storage; its rotary table is real."""
-    with torch.device("meta"):
-        empty = type(model)(config)
-    return empty
+def _grown_config(small: LlamaConfig, big: Shape, plan: _Plan, dtype: torch.dtype) -> LlamaConfig | Qwen2Config:
+    config = copy.deepcopy(small)
+    if big.biases:
+        kept = {name: getattr(small, name) for name in _IN_QWEN2}
+        config = Qwen2Config(**kept, num_hidden_layers=big.layers, architectures=["Qwen2ForCausalLM"])
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = big.layers, big.hidden, big.ffn
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = big.heads, big.kv_heads, big.head_dim
+    config.vocab_size = big.vocab or small.vocab_size
+    config.rms_norm_eps = small.rms_norm_eps * plan.eps_scale
+    config.dtype = dtype
+    return config
+
+
+# What a Llama's settings and a Qwen2's have in common, besides the sizes.
+_IN_QWEN2 = (
+    *("hidden_act", "max_position_embeddings", "initializer_range", "rope_parameters", "tie_word_embeddings"),
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 def grow(
@@ -266,40 +298,47 @@ def grow(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
-) -> LlamaForCausalLM:
-    """A Llama of the given shape that computes what ``small`` computes.
+) -> LlamaForCausalLM | Qwen2ForCausalLM:
+    """A model of the given shape that computes what ``small`` computes.
 
     The tensors are made one by one on ``device`` (default: where ``small`` is), so the peak is the grown model plus
     one of its matrices. Equal to the small model up to float rounding; in bfloat16 only the query weights are rounded
     (by the sqrt of the growth of the head width), and the norms where no exact scale exists.
+    """
+    device, dtype = torch.device(device or small.device), dtype or small.dtype
+    config, tensors = grow_tensors(small, shape, device, dtype, seed)
+    with torch.device("meta"):
+        grown = (Qwen2ForCausalLM if isinstance(config, Qwen2Config) else LlamaForCausalLM)(config)
+    grown.model.rotary_emb = type(grown.model.rotary_emb)(config).to(device)
+    _check_rotary(small, grown)
+    return _filled(grown, {name: tensor.to(dtype) for name, tensor in tensors})
+
+
+def grow_tensors(
+    small: LlamaForCausalLM, shape: str | Shape, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> tuple[LlamaConfig | Qwen2Config, Iterator[tuple[str, Tensor]]]:
+    """What ``grow`` fills its model with: the settings, and the tensors by name, made one by one as they are asked for.
+
+    For whoever writes them away: no more than a layer of them is held here. Norms and biases are float32.
     """
     if type(small).__name__ != "LlamaForCausalLM":
         raise ValueError(f"only Llama models can be grown, not {type(small).__name__}")
     if small.config.attention_bias or small.config.mlp_bias:
         raise ValueError("only Llama models without biases can be grown")
     big = SHAPES[shape] if isinstance(shape, str) else shape
-    old = _shape_of(small.config)
-    plan = _plan(old, big)
-    make = _Grower(torch.device(device or small.device), dtype or small.dtype, seed)
+    plan = _plan(_shape_of(small.config), big)
+    config = _grown_config(small.config, big, plan, dtype)
+    if config.vocab_size < small.config.vocab_size:
+        raise ValueError(f"cannot grow the vocabulary from {small.config.vocab_size} down to {config.vocab_size}")
+    return config, _tensors(small, big, plan, _Grower(device, dtype, seed))
 
-    config = copy.deepcopy(small.config)
-    config.num_hidden_layers, config.hidden_size, config.intermediate_size = big.layers, big.hidden, big.ffn
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = big.heads, big.kv_heads, big.head_dim
-    config.rms_norm_eps = small.config.rms_norm_eps * plan.eps_scale
-    config.dtype = make.dtype
-    grown = _empty_like(small, config)
-    grown.model.rotary_emb = type(small.model.rotary_emb)(config).to(make.device)
-    _check_rotary(small, grown, big.head_dim // old.head_dim)
 
-    state: dict[str, Tensor] = {}
-    vocabulary = _Axis.repeat(config.vocab_size, config.vocab_size)
-    embedding = make.matrix(small.model.embed_tokens.weight, vocabulary, plan.hidden, zero_rows=True)
+def _tensors(small: LlamaForCausalLM, big: Shape, plan: _Plan, make: _Grower) -> Iterator[tuple[str, Tensor]]:
+    vocabulary = _Axis.repeat(small.config.vocab_size, big.vocab or small.config.vocab_size, copies=1)
+    embedding = make.vocabulary(small.model.embed_tokens.weight, vocabulary, plan.hidden)
     embedding[:, plan.hidden.source.to(make.device) < 0] = 0  # leftover channels of the residual stream stay zero
-    state["model.embed_tokens.weight"] = embedding
-    if not config.tie_word_embeddings:
-        state["lm_head.weight"] = make.matrix(small.lm_head.weight, vocabulary, plan.hidden, zero_rows=True)
-    # The final norm takes its shares too: a tied head reads every copy in full.
-    state["model.norm.weight"] = make.norm(small.model.norm.weight, plan.hidden, plan.norm_scale)
+    yield "model.embed_tokens.weight", embedding
+    del embedding
     layer: dict[str, Tensor] = {}
     for i, source in enumerate(plan.layers):
         layer = (
@@ -307,13 +346,20 @@ def grow(
             if source < 0
             else _grow_layer(small.model.layers[source].state_dict(), plan, make)
         )
-        state.update({f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()})
-    return _filled(grown, state)
+        if big.biases:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                rows = layer[f"self_attn.{name}.weight"].shape[0]
+                layer[f"self_attn.{name}.bias"] = torch.zeros(rows, device=make.device)
+        yield from ((f"model.layers.{i}.{name}", tensor) for name, tensor in layer.items())
+    # The final norm takes its shares too: a tied head reads every copy in full.
+    yield "model.norm.weight", make.norm(small.model.norm.weight, plan.hidden, plan.norm_scale)
+    if not small.config.tie_word_embeddings:
+        yield "lm_head.weight", make.vocabulary(small.lm_head.weight, vocabulary, plan.hidden)
 
 
-def _check_rotary(small: LlamaForCausalLM, grown: LlamaForCausalLM, m: int) -> None:
+def _check_rotary(small: LlamaForCausalLM, grown: PreTrainedModel) -> None:
     old, new = small.model.rotary_emb.inv_freq, grown.model.rotary_emb.inv_freq
-    if not torch.allclose(old.float().cpu(), new.float().cpu()[::m], rtol=1e-6):
+    if not torch.allclose(old.float().cpu(), new.float().cpu()[:: len(new) // len(old)], rtol=1e-6):
         raise ValueError("this rotary scaling changes with the head width, so the head width cannot grow")
 
 
@@ -340,7 +386,8 @@ def cut(model: PreTrainedModel, first: int, last: int = 0) -> PreTrainedModel:
     config.num_hidden_layers = len(kept)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in kept]
-    draft = _empty_like(model, config)
+    with torch.device("meta"):
+        draft = type(model)(config)
     draft.model.rotary_emb = model.model.rotary_emb
     state = {}
     for name, tensor in model.state_dict().items():
