@@ -5,7 +5,8 @@
 
 Each is grown (``headstart.lab.grow``: the embedded model's function at another size), written as GGUF in float16 tensor
 by tensor, and rounded by llama.cpp's own ``llama_model_quantize``. The draft has noise on its weights, so that it
-agrees with the target about as often as real pairs do. The tokenizer is that of the embedded file; ids past it are unused.
+agrees with the target about as often as real pairs do. The tokenizer is that of the embedded file; ids past it are
+unused.
 
 Knows: GGUF's names for a Llama's and a Qwen2's tensors and settings. Does not know: who reads the files.
 """
