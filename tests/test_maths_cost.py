@@ -68,14 +68,18 @@ def test_speedup_is_its_formula() -> None:
     assert model.speedup(0, 0.7) == pytest.approx(1 / 1.05)
 
 
-def test_best_gamma() -> None:
-    assert CostModel(c=0.05, v={9: 1.1}).best_gamma(8, 1.0) == 8
-    assert CostModel(c=0.05, v={9: 1.1}).best_gamma(8, 0.0) == 0
-    assert CostModel(c=1.2, v={9: 1.1}).best_gamma(8, 0.9) == 0  # a draft slower than the target
+def best_gamma(model: CostModel, longest: int, alpha: float) -> int:
+    return best_length([model.speedup(gamma, alpha) for gamma in range(longest + 1)])
+
+
+def test_the_best_length_is_the_fastest() -> None:
+    assert best_gamma(CostModel(c=0.05, v={9: 1.1}), 8, 1.0) == 8
+    assert best_gamma(CostModel(c=0.05, v={9: 1.1}), 8, 0.0) == 0
+    assert best_gamma(CostModel(c=1.2, v={9: 1.1}), 8, 0.9) == 0  # a draft slower than the target
     steps = CostModel(c=0.0, v={1: 1.0, 2: 1.5, 3: 1.5, 4: 1.5, 5: 1.5})
-    assert steps.best_gamma(4, 0.6) == 4  # past a step that one token alone would not pay for
-    assert not steps.worth_one_more(0, 0.45)
-    assert steps.best_gamma(4, 0.45) == 4
+    assert best_gamma(steps, 4, 0.6) == 4  # past a step that one token alone would not pay for
+    assert steps.speedup(1, 0.45) < steps.speedup(0, 0.45)
+    assert best_gamma(steps, 4, 0.45) == 4
 
 
 def test_one_more_token_is_drafted_while_it_pays() -> None:
@@ -83,9 +87,12 @@ def test_one_more_token_is_drafted_while_it_pays() -> None:
     for c, slope, alpha in itertools.product((0.02, 0.2), (0.01, 0.1), (0.2, 0.6, 0.9)):
         model = CostModel(c, {1: 1.0, 16: 1.0 + 15 * slope}, overhead=0.03)
         gamma = 0
-        while gamma < 12 and model.worth_one_more(gamma, alpha):
+        while gamma < 12:
+            price = c + model.verify(gamma + 2) - model.verify(gamma + 1)
+            if reach(alpha, gamma + 1)[-1] <= break_even(price, model.speedup(gamma, alpha)):
+                break
             gamma += 1
-        assert gamma == model.best_gamma(12, alpha)
+        assert gamma == best_gamma(model, 12, alpha)
 
 
 def test_rows_of_different_lengths_share_a_round() -> None:
@@ -119,4 +126,4 @@ def test_conditional_acceptances_are_what_was_reached() -> None:
 def test_the_best_speedup_is_that_of_the_best_length() -> None:
     model = CostModel(c=0.1, v={4: 1.3, 8: 1.4}, overhead=0.05)
     for alpha in (0.1, 0.5, 0.8):
-        assert model.best_speedup(8, alpha) == max(model.speedup(gamma, alpha) for gamma in range(9))
+        assert model.best_speedup(8, alpha) == model.speedup(best_gamma(model, 8, alpha), alpha)

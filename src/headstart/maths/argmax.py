@@ -12,7 +12,6 @@ from torch import Tensor
 
 __all__ = ["argmax"]
 
-_BLOCK = 256
 _NUMPY = (torch.float32, torch.float64)
 _SMALL = 2048  # below this the plain reduction is the faster one
 
@@ -21,22 +20,11 @@ def argmax(x: Tensor) -> Tensor:
     """First index of the largest value: x [.., V] -> [..] int64.
 
     torch.argmax on the CPU is ten times slower than torch.amax, because it is not vectorised; numpy's is, and wakes no
-    threads. Where numpy lacks the type, the vocabulary is cut in blocks: the fast reduction finds the largest value of
-    each, and only the winning block is searched.
+    threads. Types that numpy lacks become float32 row by row, so that the copy stays in the cache.
     """
     size = x.shape[-1]
     if x.device.type != "cpu" or size < _SMALL:
         return x.argmax(-1)
-    if x.dtype in _NUMPY and x.stride(-1) == 1:
-        rows = x.detach().numpy().reshape(-1, size) if x.is_contiguous() else x.detach().flatten(0, -2).numpy()
-        return torch.tensor([int(np.argmax(row)) for row in rows]).view(x.shape[:-1])
-    whole = size - size % _BLOCK
-    blocks = x[..., :whole].reshape(*x.shape[:-1], whole // _BLOCK, _BLOCK)  # a view, even of a slice of the vocabulary
-    peaks = blocks.amax(-1)  # [.., V // 256]
-    if whole < size:
-        peaks = torch.cat([peaks, x[..., whole:].amax(-1, keepdim=True)], -1)
-    start = peaks.argmax(-1, keepdim=True) * _BLOCK  # [.., 1]
-    # A short last block repeats the last token; the first index wins, so the copies never do.
-    places = (start + torch.arange(_BLOCK, device=x.device)).clamp_max_(size - 1)
-    inside = x.gather(-1, places).argmax(-1)
-    return start.squeeze(-1) + inside
+    flat = x.detach().reshape(-1, size)
+    rows = flat.numpy() if x.dtype in _NUMPY else (row.float().numpy() for row in flat)
+    return torch.tensor([int(np.argmax(row)) for row in rows], dtype=torch.int64).view(x.shape[:-1])

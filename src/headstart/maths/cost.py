@@ -155,24 +155,10 @@ class CostModel:
             return time + slope(points[-2:]) * (width - last)
         return by_width(points, width)[-1]
 
-    def round_cost(self, gamma: int) -> float:
-        """One whole round: gamma draft steps, one target forward over gamma + 1 tokens, the overhead."""
-        return gamma * self.c + self.verify(gamma + 1) + self.overhead
-
     def speedup(self, gamma: int, acceptance: Acceptance) -> float:
         """S(gamma), over plain decoding at one token a step."""
-        return tau(acceptance, gamma) / self.round_cost(gamma)
-
-    def worth_one_more(self, gamma: int, acceptance: Acceptance) -> bool:
-        """Does drafted token gamma + 1 earn more than the round does so far? Written without a division, as more
-        width can be free."""
-        price = self.c + self.verify(gamma + 2) - self.verify(gamma + 1)
-        return reach(acceptance, gamma + 1)[-1] > break_even(price, self.speedup(gamma, acceptance))
-
-    def best_gamma(self, maximum: int, acceptance: Acceptance) -> int:
-        """The draft length 0..maximum with the greatest speed-up; the shortest of equals."""
-        return best_length([self.speedup(gamma, acceptance) for gamma in range(maximum + 1)])
+        return tau(acceptance, gamma) / (gamma * self.c + self.verify(gamma + 1) + self.overhead)
 
     def best_speedup(self, maximum: int, acceptance: Acceptance) -> float:
         """S at the best draft length 0..maximum."""
-        return self.speedup(self.best_gamma(maximum, acceptance), acceptance)
+        return max(self.speedup(gamma, acceptance) for gamma in range(maximum + 1))

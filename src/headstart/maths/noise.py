@@ -81,15 +81,10 @@ def _mix64(x: Tensor) -> Tensor:
 
 def derive(seed: int, index: int) -> int:
     """The seed of the index-th of n choices, as a signed 64-bit number; choice 0 keeps the request's own seed."""
-    if index == 0:
-        return _signed(seed)
-    x = seed
-    for step in (1, index):  # the seed is mixed before the index goes in, so that near seeds share no choices
-        x = (x + step * _GOLDEN) & _WORD
-        x = ((x ^ (x >> 30)) * _MIX[0]) & _WORD
-        x = ((x ^ (x >> 27)) * _MIX[1]) & _WORD
-        x ^= x >> 31
-    return _signed(x)
+    x = seeds([seed], "cpu")
+    for step in (1, index) if index else ():  # the seed is mixed first, so that near seeds share no choices
+        x = _mix64(x + _signed(step * _GOLDEN))
+    return int(x)
 
 
 def seeds(values: Sequence[int], device: torch.device | str) -> Tensor:

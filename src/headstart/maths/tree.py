@@ -32,23 +32,18 @@ class Topology:
     is_chain: bool  # every row is a chain (maybe of different lengths)
 
     @staticmethod
-    def chain(lengths: Sequence[int], device: torch.device | str, width: int | None = None) -> Topology:
-        """Chains of these many drafted tokens. ``width`` pads to more nodes than the longest needs (root included)."""
-        longest = max(lengths, default=0)
+    def chain(lengths: Sequence[int], device: torch.device | str) -> Topology:
+        """Chains of these many drafted tokens."""
         if min(lengths, default=0) < 0:
             raise ValueError(f"draft lengths must not be negative: {list(lengths)}")
-        if width is not None:
-            if width <= longest:
-                raise ValueError(f"a width of {width} nodes cannot hold a draft of {longest} tokens and the root")
-            longest = width - 1
         if torch.device(device).type == "cpu":  # a dozen small tensors, the same ones round after round
-            return _chain_on_cpu(tuple(lengths), longest)
-        return Topology._chain(lengths, longest, device)
+            return _chain_on_cpu(tuple(lengths))
+        return Topology._chain(lengths, device)
 
     @staticmethod
-    def _chain(lengths: Sequence[int], longest: int, device: torch.device | str) -> Topology:
+    def _chain(lengths: Sequence[int], device: torch.device | str) -> Topology:
         rows = len(lengths)
-        node = torch.arange(longest + 1, device=device)
+        node = torch.arange(max(lengths, default=0) + 1, device=device)
         valid = node <= torch.tensor(lengths, dtype=torch.int64, device=device).unsqueeze(1)
         inside = valid[:, 1:]
         down = torch.where(inside, node[1:], 0)
@@ -65,7 +60,7 @@ class Topology:
     @staticmethod
     def of(parents: Sequence[tuple[int, ...]], device: torch.device | str) -> Topology:
         """Trees in ``Proposal.parents``' convention: the parent's index among the drafted tokens, -1 for the root."""
-        shapes = [_shape(tuple(row)) for row in parents]
+        shapes = [_tree(tuple(row)) for row in parents]
         if all(shape.is_chain for shape in shapes):
             return Topology.chain([len(row) for row in parents], device)
         rows, width = len(parents), max(len(row) for row in parents) + 1
@@ -76,12 +71,9 @@ class Topology:
         ancestors[:, :, 0] = True
         events = torch.zeros(rows, 2 * (width - 1), dtype=torch.int64)
         for row, shape in enumerate(shapes):
-            n = len(shape.parent)
-            parent[row, :n] = torch.tensor(shape.parent)
-            depth[row, :n] = torch.tensor(shape.depth)
-            valid[row, :n] = True
-            ancestors[row, :n, :n] = torch.tensor(shape.ancestors)
-            events[row, : 2 * (n - 1)] = torch.tensor(shape.events, dtype=torch.int64)
+            n = shape.width
+            parent[row, :n], depth[row, :n], valid[row, :n] = shape.parent, shape.depth, shape.valid
+            ancestors[row, :n, :n], events[row, : 2 * (n - 1)] = shape.ancestors, shape.events
         move = (parent.to(device), depth.to(device), valid.to(device), ancestors.to(device), events.to(device))
         return Topology(*move, is_chain=False)
 
@@ -91,29 +83,18 @@ class Topology:
         return self.parent.shape[1]
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """One row's tree, as plain numbers with the root as node 0."""
-
-    parent: tuple[int, ...]
-    depth: tuple[int, ...]
-    ancestors: tuple[tuple[bool, ...], ...]
-    events: tuple[int, ...]
-    is_chain: bool
-
-
 @lru_cache(maxsize=256)  # drafters with a fixed tree ask for the same one every round
-def _shape(parents: tuple[int, ...]) -> _Shape:
+def _tree(parents: tuple[int, ...]) -> Topology:
+    """One row's."""
     for child, above in enumerate(parents):
         if not -1 <= above < child:
             raise ValueError(f"token {child} names parent {above}; a parent must stand before its child")
-    parent = (0, *(above + 1 for above in parents))
-    depth, children = [0], [[] for _ in parent]  # type: tuple[list[int], list[list[int]]]
-    lines = [{0}]
-    for node in range(1, len(parent)):
-        depth.append(depth[parent[node]] + 1)
-        children[parent[node]].append(node)
-        lines.append(lines[parent[node]] | {node})
+    parent = [0, *(above + 1 for above in parents)]
+    children: list[list[int]] = [[] for _ in parent]
+    ancestors = torch.eye(len(parent), dtype=torch.bool)
+    for node, above in enumerate(parent[1:], start=1):
+        children[above].append(node)
+        ancestors[node] |= ancestors[above]
     events: list[int] = []
     waiting = children[0][::-1]  # a stack, so that a deep chain cannot exhaust Python's own
     while waiting:
@@ -122,11 +103,17 @@ def _shape(parents: tuple[int, ...]) -> _Shape:
         if node > 0:
             waiting.append(-node)
             waiting.extend(reversed(children[node]))
-    table = tuple(tuple(other in line for other in range(len(parent))) for line in lines)
-    return _Shape(parent, tuple(depth), table, tuple(events), parents == tuple(range(-1, len(parents) - 1)))
+    return Topology(
+        parent=torch.tensor([parent]),
+        depth=ancestors.sum(1)[None] - 1,
+        valid=torch.ones(1, len(parent), dtype=torch.bool),
+        ancestors=ancestors[None],
+        events=torch.tensor([events], dtype=torch.int64),
+        is_chain=parents == tuple(range(-1, len(parents) - 1)),
+    )
 
 
 @lru_cache(maxsize=256)
-def _chain_on_cpu(lengths: tuple[int, ...], longest: int) -> Topology:
+def _chain_on_cpu(lengths: tuple[int, ...]) -> Topology:
     with torch.inference_mode(False):
-        return Topology._chain(lengths, longest, "cpu")
+        return Topology._chain(lengths, "cpu")
