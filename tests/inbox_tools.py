@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from engines import run, table, table_draft, table_engine
+from slab_tools import check_slab
 
 from headstart import SamplingParams
 from headstart.engine.engine import Engine
@@ -53,7 +54,7 @@ def check_empty(engine: Engine, inbox: Inbox) -> None:
     assert not engine._handles
     assert not engine._discarded
     assert engine.idle
-    engine.parts.runner.slab.check()
+    check_slab(engine.parts.runner.slab)
     assert engine.parts.runner.slab.free_rows == 3
 
 

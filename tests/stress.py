@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from interrupts import Interrupted
+from slab_tools import check_slab
 
 from headstart import LLM, Drafter, EngineBusy, GenerationFailed, Proposal, SamplingParams
 from headstart.drafters.lookup import LookupDrafter
@@ -179,13 +180,13 @@ def check_empty(llm: LLM, backend: str) -> None:
     assert engine.idle, backend
     assert not engine._handles, backend
     slab = engine.parts.runner.slab
-    slab.check()
+    check_slab(slab)
     assert slab.free_rows == slab.rows, backend
     if backend == "failing drafter":
         assert "had enough" in engine.inactive_reason
     elif backend in ("float32", "int8"):
         assert engine.parts.drafter is not None, engine.inactive_reason
-        engine.parts.drafter.runner.slab.check()
+        check_slab(engine.parts.drafter.runner.slab)
         assert not engine.parts.drafter.runner.slab.ready_keys, backend
 
 

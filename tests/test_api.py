@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slab_tools import check_slab
 
 from headstart import LLM, InvalidParameter, ModelRefused, PromptTooLong, SamplingParams, speculative_decode
 from headstart.drafters.base import Drafter
@@ -282,7 +283,7 @@ def test_nan_fails_one_request_and_no_other(target: Any) -> None:
     assert [good.token_ids, also_good.token_ids] == expected
     with pytest.raises(GenerationFailed, match="NaN"):
         llm.generate([5, poison], GREEDY)
-    runner.slab.check()
+    check_slab(runner.slab)
     assert runner.slab.free_rows == 3
 
 

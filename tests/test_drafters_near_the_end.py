@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slab_tools import check_slab
 from test_drafters_head import head as trained_head
 from test_drafters_head import target as head_target
 from transformers import PreTrainedModel
@@ -63,7 +64,7 @@ def served_together(engine: Engine, plain: LLM, lengths: tuple[int, ...], **para
     handles = [engine.submit(Request(str(i), tuple(ids), p)) for i, (ids, p) in enumerate(asked)]
     while not engine.idle:
         engine.step()
-        engine.parts.runner.slab.check()
+        check_slab(engine.parts.runner.slab)
     assert engine.inactive_reason is None
     for handle, (ids, p) in zip(handles, asked, strict=True):
         handle.raise_failure()
@@ -156,5 +157,5 @@ def test_rounds_on_the_device(architecture: str, overlap: bool) -> None:
     )
     for lengths in TOGETHER:
         served_together(engine, plain, lengths)
-        own.slab.check()
+        check_slab(own.slab)
     assert engine.parts.drafter is guesser

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import DeviceTable, device_engine, run, table, table_draft, table_engine, tree_drafter
+from slab_tools import check_slab
 from test_drafters_head import head
 from test_drafters_head import target as head_target
 
@@ -250,7 +251,7 @@ def head_and_rows() -> tuple[Drafter, Callable[[], list[str]]]:
 
 
 def _owners(slab: Slab, known: dict[str, int] | None = None) -> list[str]:
-    slab.check()
+    check_slab(slab)
     assert known is None or sorted(known) == sorted(slab.ready_keys)
     assert slab.free_rows == slab.rows - len(slab.ready_keys)
     return sorted(slab.ready_keys)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import DeviceTable, run, table, table_engine
+from slab_tools import check_slab
 
 from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
@@ -187,7 +188,7 @@ def goes_on(made: Engine, expected: list[tuple[int, ...]], rule: str, reason: st
     assert made.stats.failed == 0
     assert made.parts.drafter is None
     assert reason in str(made.inactive_reason)
-    made.parts.runner.slab.check()
+    check_slab(made.parts.runner.slab)
     assert made.parts.runner.slab.free_rows == 3
     assert [c.token_ids for c in run(made, requests(rule))] == expected
 

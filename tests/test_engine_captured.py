@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import DeviceTable
+from slab_tools import check_slab
 from statistics_tools import chi_squared
 from test_drafters_head import SETTINGS, head
 from test_drafters_head import target as head_target
@@ -92,7 +93,7 @@ def complete(made: Engine, params: list[SamplingParams]) -> list[Completion]:
     handles = [made.submit(Request(str(i), tuple(p), s)) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))]
     while not made.idle:
         made.step()
-        made.parts.runner.slab.check()
+        check_slab(made.parts.runner.slab)
     assert not rounds.in_flight
     assert rounds.recordings == before  # nothing is recorded while serving
     return [handle.completion() for handle in handles]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engines import table, table_draft, table_engine
 from interrupts import Interrupt, Interrupted
+from slab_tools import check_slab
 from test_engine_captured import engine as captured_engine
 from test_engine_threads import opened
 from test_machine_kvcache import write
@@ -91,7 +92,7 @@ def test_no_later_text_is_wrong_wherever_it_strikes(kind: str) -> None:
         except Interrupted:
             pass
         assert ask() == expected, f"trial {trial}: wrong text after an interruption at {strike.where}"
-        engine.parts.runner.slab.check()
+        check_slab(engine.parts.runner.slab)
         assert engine.idle, f"something still runs after an interruption at {strike.where}"
         assert not engine._handles, strike.where
         assert engine.parts.drafter is drafter, f"{engine.inactive_reason}, after {strike.where}"

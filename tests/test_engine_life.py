@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from interrupts import Interrupt, Interrupted
+from slab_tools import check_slab, filling
 
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter
@@ -150,7 +151,7 @@ class Life(RuleBasedStateMachine):
         scheduler = self.engine._scheduler
         held = {s.id: s for s in scheduler.held()}
         # Every row belongs to a live sequence, and every live sequence is held or waits.
-        assert set(slab.ready_keys) | set(slab.filling_keys) == set(held)
+        assert set(slab.ready_keys) | set(filling(slab)) == set(held)
         assert set(held) | {s.id for s in scheduler._waiting} == set(live)
         assert slab.free_rows == slab.rows - len(held)
         for key, sequence in held.items():
@@ -223,7 +224,7 @@ class Life(RuleBasedStateMachine):
 
 def keys_are_those_tokens(slab: Slab) -> None:
     """In every row, warm ones too, what lies in memory is what the row says that it holds."""
-    slab.check()
+    check_slab(slab)
     for row, (length, tokens) in enumerate(zip(slab.lengths, slab.tokens, strict=True)):
         if length:
             held = slab.layers[0].keys[row, 0, :length, 0].long().tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engines import run, table
+from slab_tools import check_slab
 
 from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
@@ -155,7 +156,7 @@ def test_a_failing_forward_takes_only_the_prompts_it_read() -> None:
         engine.step()
     assert before.completion().finish_reason == "length"
     assert after.completion().token_ids == run(engine_of(rows=1)[0], [ask("after", text(9, 7))])[0].token_ids
-    engine.parts.runner.slab.check()
+    check_slab(engine.parts.runner.slab)
 
 
 @pytest.mark.parametrize("moment", range(1, 6))
@@ -170,7 +171,7 @@ def test_aborts_while_prompts_are_being_read(moment: int) -> None:
         assert handles[i].done
     while not engine.idle:
         engine.step()
-        engine.parts.runner.slab.check()
+        check_slab(engine.parts.runner.slab)
     for i in (1, 2, 4, 5):
         assert handles[i].completion().token_ids == run(engine_of(rows=1)[0], [requests[i]])[0].token_ids
     assert engine.parts.runner.slab.free_rows == 6

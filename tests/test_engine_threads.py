@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import table, table_draft, table_engine
+from slab_tools import check_slab
 from test_engine_captured import engine as captured
 
 from headstart import LLM, HeadstartError, SamplingParams
@@ -72,7 +73,7 @@ def test_threads_get_the_text_that_they_would_get_alone(llm: LLM) -> None:
     assert answers(llm, JOBS) == expected  # and afterwards, alone
     assert llm.engine.idle
     assert not llm.engine._handles
-    llm.engine.parts.runner.slab.check()
+    check_slab(llm.engine.parts.runner.slab)
     assert llm.engine.inactive_reason is None
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from slab_tools import check_slab, filling
 
 from headstart.machine.kvcache import LEAST_MARGIN, Slab
 
@@ -44,7 +45,7 @@ def keys_of(slab: Slab, row: int) -> list[int]:
 
 
 def assert_true(slab: Slab) -> None:
-    slab.check()
+    check_slab(slab)
     for row in range(slab.rows):
         if slab.lengths[row]:
             assert keys_of(slab, row) == slab.tokens[row]
@@ -57,7 +58,7 @@ def test_buffers_appear_on_first_update_and_hold_zeros() -> None:
     assert slab.layers[0].keys.shape == (3, HEADS, 30, DIM)
     assert torch.count_nonzero(slab.layers[0].keys[1:]) == 0, "dead slots must be finite: 0 * NaN is NaN"
     other = Slab(5, 40)
-    other.allocate_like(slab)
+    other.allocate((layer.keys, layer.values) for layer in slab.layers)
     assert other.layers[1].values.shape == (5, HEADS, other.capacity, DIM)
 
 
@@ -123,12 +124,12 @@ def test_rows_are_packed_whatever_comes_and_goes() -> None:
     fill(slab, "b", [4])
     fill(slab, "c", [5, 6])
     assert slab.ready_keys == []
-    assert slab.filling_keys == ["a", "b", "c"]
+    assert filling(slab) == ["a", "b", "c"]
     assert slab.free_rows == 1
     slab.promote("b")
     slab.promote("c")
     assert slab.ready_keys == ["b", "c"]
-    assert slab.filling_keys == ["a"]
+    assert filling(slab) == ["a"]
     assert_true(slab)
     slab.release("b")
     assert slab.ready_keys == ["c"]
@@ -209,7 +210,7 @@ def test_scrub_leaves_no_nan_behind() -> None:
     slab.release("a", scrub=True)
     assert torch.isfinite(slab.layers[0].keys).all()
     assert slab.acquire("b", [1, 2, 3]) == 0, "a scrubbed row is cold"
-    slab.check()
+    check_slab(slab)
 
 
 def test_check_notices_every_kind_of_damage() -> None:
@@ -217,7 +218,7 @@ def test_check_notices_every_kind_of_damage() -> None:
         slab = Slab(3, 20)
         fill(slab, "a", [1, 2])
         fill(slab, "b", [3])
-        slab.check()
+        check_slab(slab)
         return slab
 
     for harm in (
@@ -231,7 +232,7 @@ def test_check_notices_every_kind_of_damage() -> None:
         slab = damaged()
         harm(slab)
         with pytest.raises(AssertionError):
-            slab.check()
+            check_slab(slab)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -246,8 +247,8 @@ def test_random_traffic_never_mixes_keys(seed: int) -> None:
             alive.append(f"s{step}")
             assert fill(slab, alive[-1], prompt) < len(prompt)
             assert slab.tokens[slab.row(alive[-1])] == prompt
-        elif action == "promote" and slab.filling_keys:
-            slab.promote(rng.choice(slab.filling_keys))
+        elif action == "promote" and filling(slab):
+            slab.promote(rng.choice(filling(slab)))
         elif action == "release" and alive:
             slab.release(alive.pop(rng.randrange(len(alive))))
         elif action == "decode" and slab.ready_keys:
@@ -262,5 +263,5 @@ def test_random_traffic_never_mixes_keys(seed: int) -> None:
         elif action == "rollback" and slab.ready_keys:
             row = rng.randrange(len(slab.ready_keys))
             slab.truncate(row, rng.randint(0, slab.lengths[row]))
-        assert sorted(slab.ready_keys + slab.filling_keys) == sorted(alive)
+        assert sorted(slab.ready_keys + filling(slab)) == sorted(alive)
         assert_true(slab)

@@ -108,7 +108,7 @@ class ModelDrafter(Drafter):
         slab = self.runner.slab
         read = self._read_missing(views, 1)
         for row, view in enumerate(views):
-            slab.swap_ready(slab.row(view.id), row)
+            slab.swap(slab.row(view.id), row)
         return read
 
     def adopt(self, view: DraftView, accepted: Sequence[int]) -> None:

@@ -8,11 +8,13 @@ Not for a target: its numbers must not change. A row of the matrix has one scale
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
+from timeit import repeat
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .quantize import int8
 
 __all__ = ["MOST_ROWS", "Product", "quickest"]
 
@@ -24,16 +26,15 @@ _MOST_ERROR = 0.05  # of the result's length: more is not rounding but a fault
 
 def quickest(matrix: Tensor) -> Product | None:
     """The fastest int8 product with ``matrix`` [rows, columns]; None if the ordinary one is faster, or the only one."""
-    scale = (matrix.abs().amax(1) / 127).clamp_min(1e-12)
-    small = (matrix / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+    small, scale = int8(matrix)
     x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     exact = F.linear(x, matrix)
-    best, fastest = None, _seconds(lambda: F.linear(x, matrix))
+    best, fastest = None, min(repeat(lambda: F.linear(x, matrix), number=1, repeat=8))
     for make in (_float_sums, _integer_sums):
         try:
             product = make(small, scale)
             error = (product(x).float() - exact).norm() / exact.norm()
-            seconds = _seconds(lambda: product(x))  # noqa: B023  # called at once
+            seconds = min(repeat(lambda: product(x), number=1, repeat=8))  # noqa: B023  # called at once
         except (AttributeError, RuntimeError, TypeError):  # this torch or this CPU lacks it
             continue
         if bool(error < _MOST_ERROR) and seconds < fastest:
@@ -61,12 +62,3 @@ def _integer_sums(small: Tensor, scale: Tensor) -> Product:
         return found
 
     return product
-
-
-def _seconds(work: Callable[[], Tensor]) -> float:
-    best = float("inf")
-    for _ in range(8):
-        begun = perf_counter()
-        work()
-        best = min(best, perf_counter() - begun)
-    return best

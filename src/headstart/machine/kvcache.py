@@ -96,12 +96,8 @@ class Slab(Cache):  # type: ignore[misc]
         for row in range(self.first, self.last):
             self._written[row] = max(self._written[row], self.live)
 
-    def allocate_like(self, other: Slab) -> None:
-        """Allocate every layer now, in the shapes of another slab of the same model, so that memory fails early."""
-        self.allocate((layer.keys, layer.values) if layer.is_initialized else None for layer in other.layers)
-
     def allocate(self, like: Iterable[tuple[Tensor, Tensor] | None]) -> None:
-        """The same, for keys and values as in ``like`` [.., kv_heads, .., head_dim]; None: a layer without any.
+        """Make layers now, for keys and values as in ``like`` [.., kv_heads, .., head_dim]; None: one without any.
 
         Layers of one shape lie in one piece of memory, so that a row is moved by one copy and not by two a layer.
         """
@@ -199,7 +195,7 @@ class Slab(Cache):  # type: ignore[misc]
             buffer[..., row, :, target, :] = buffer[..., row, :, :, :].index_select(-2, source)
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange two rows, live keys only."""
+        """Exchange two rows of one zone, where any order will do; live keys only."""
         if a == b:
             return
         if self.lengths[a] < self.lengths[b]:
@@ -259,11 +255,6 @@ class Slab(Cache):  # type: ignore[misc]
         return [key for key in self._keys[: self._ready] if key is not None]
 
     @property
-    def filling_keys(self) -> list[str]:
-        """The sequences being prefilled, in row order."""
-        return [key for key in self._keys[self._ready : self._active] if key is not None]
-
-    @property
     def free_rows(self) -> int:
         return self.rows - self._active
 
@@ -301,12 +292,6 @@ class Slab(Cache):  # type: ignore[misc]
     def warm(self, prompt: Sequence[int]) -> int:
         """How many leading tokens of the prompt ``acquire`` would find."""
         return self._warmest(prompt)[1]
-
-    def swap_ready(self, a: int, b: int) -> None:
-        """Exchange two rows of the ready zone, where any order will do."""
-        if not (a < self._ready and b < self._ready):
-            raise ValueError(f"rows {a} and {b} are not both ready (there are {self._ready})")
-        self.swap(a, b)
 
     def promote(self, key: str) -> None:
         """From filling to ready."""
@@ -357,18 +342,3 @@ class Slab(Cache):  # type: ignore[misc]
         self._written[target] = max(self._written[target], length)
         for buffer in self._memories():
             buffer[..., target, :, :length, :] = buffer[..., source, :, :length, :]
-
-    def check(self) -> None:
-        """Assert every invariant."""
-        assert min(self._ready, self._filling) >= 0
-        assert self._active <= self.rows
-        owned = {key: row for row, key in enumerate(self._keys) if key is not None}
-        assert owned == self._row_of, "the two indexes of owners differ"
-        assert sorted(owned.values()) == list(range(self._active)), "the zones are not packed"
-        for row in range(self.rows):
-            assert self.lengths[row] == len(self.tokens[row]), f"row {row}: length and tokens differ"
-            assert self.lengths[row] <= self.max_len, f"row {row} is too long"
-        for layer in self.layers:
-            if layer.is_initialized:
-                for buffer in (layer.keys, layer.values):
-                    assert (buffer.shape[0], buffer.shape[2]) == (self.rows, self.capacity)

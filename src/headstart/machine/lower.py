@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantize import Matrix, plain, rounded, why_not_rounded
+from .quantize import Matrix, rounded, why_not_rounded
 
 __all__ = ["CLASSES", "Layer", "Weights", "lower", "parts_of", "why_not"]
 
@@ -132,13 +132,7 @@ class Weights:
     def buffers(self, rows: int, capacity: int) -> list[tuple[Tensor, Tensor]]:
         """Key and value buffers [rows, kv_heads, capacity, head_dim] for each layer, in the slab's layout."""
         shape = (rows, self.kv_heads, capacity, self.head_dim)
-        return [
-            (
-                torch.zeros(shape, device=self.device, dtype=self.dtype),
-                torch.zeros(shape, device=self.device, dtype=self.dtype),
-            )
-            for _ in self.layers
-        ]
+        return [(self.embedding.new_zeros(shape), self.embedding.new_zeros(shape)) for _ in self.layers]
 
 
 def why_not(model: nn.Module, kind: str | None = None) -> str | None:
@@ -209,10 +203,7 @@ def _stack(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     biases = [p.bias for p in parts]
     if all(b is None for b in biases):
         return packed, None
-    joined = [
-        torch.zeros(n, dtype=packed.dtype, device=packed.device) if b is None else b.data
-        for b, n in zip(biases, rows, strict=True)
-    ]
+    joined = [packed.new_zeros(n) if b is None else b.data for b, n in zip(biases, rows, strict=True)]
     return packed, torch.cat(joined)
 
 
@@ -221,9 +212,7 @@ def _window(model: Any, index: int) -> int | None:
     config = model.config
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    if window is None or (types and types[index] != "sliding_attention"):
-        return None
-    if type(model).__name__ == "LlamaForCausalLM":
+    if window is None or (types and types[index] != "sliding_attention") or type(model).__name__ == "LlamaForCausalLM":
         return None
     return int(window)
 
@@ -259,7 +248,7 @@ def lower(model: nn.Module, kind: str | None = None, *, release: bool = False) -
     """
     live: Any = model
     config = live.config
-    make = plain if kind is None else partial(rounded, kind=kind)
+    make = Matrix if kind is None else partial(rounded, kind=kind)
     layers = []
     for i in range(config.num_hidden_layers):
         layers.append(_layer(live, i, make))
@@ -270,7 +259,7 @@ def lower(model: nn.Module, kind: str | None = None, *, release: bool = False) -
         embedding=live.model.embed_tokens.weight.data,
         layers=tuple(layers),
         norm=live.model.norm.weight.data,
-        head=plain(head) if kind is None else rounded(head, "int8"),
+        head=Matrix(head) if kind is None else rounded(head, "int8"),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(config),

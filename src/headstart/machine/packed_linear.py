@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -154,14 +154,7 @@ def _agrees(layer: nn.Linear) -> bool:
 def _pays(layer: nn.Linear) -> bool:
     packed = _Packed(layer.weight)
     x = torch.zeros(MOST_ROWS // 2, layer.in_features)
-    ordinary = _seconds(lambda: linear(x, layer.weight))
-    return _seconds(lambda: _product(x, packed, layer.weight, None, len(x))) < WORTH_IT * ordinary
-
-
-def _seconds(work: Any) -> float:
-    best = float("inf")
-    for _ in range(4):  # the first warms up; the best of the rest is the least disturbed
-        begun = perf_counter()
-        work()
-        best = min(best, perf_counter() - begun)
-    return best
+    ways = (lambda: linear(x, layer.weight), lambda: _product(x, packed, layer.weight, None, len(x)))
+    # The first of four warms up; the best of the rest is the least disturbed.
+    ordinary, ours = (min(repeat(way, number=1, repeat=4)) for way in ways)
+    return ours < WORTH_IT * ordinary

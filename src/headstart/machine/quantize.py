@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "MINIMUM_UP", "SCALE_UP", "Matrix", "plain", "rounded", "why_not_rounded"]
+__all__ = ["GROUP", "MINIMUM_UP", "SCALE_UP", "Matrix", "int8", "rounded", "why_not_rounded"]
 
 GROUP = 32
 SCALE_UP, MINIMUM_UP = 2.0**118, 2.0**-15  # how scales and minima of 4-bit groups are kept: as the kernels like them
@@ -60,19 +60,16 @@ class Matrix:
         return (q * (scale / SCALE_UP) + minimum / MINIMUM_UP).view(outputs, inputs).to(dtype)
 
 
-def plain(weight: Tensor) -> Matrix:
-    return Matrix(weight)
-
-
 def rounded(weight: Tensor, kind: str) -> Matrix:
     """``weight`` [outputs, inputs] rounded to ``kind``: "int8" or "int4"."""
-    make = {"int8": _int8, "int4": _int4}[kind]
+    make = {"int8": int8, "int4": _int4}[kind]
     pieces = [make(weight[at : at + _ROWS]) for at in range(0, len(weight), _ROWS)]
     data, scales = (torch.cat(part) for part in zip(*pieces, strict=True))
     return Matrix(data, scales)
 
 
-def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight`` in whole numbers [outputs, inputs], and the scale of each output."""
     wide = weight.float()
     scale = (wide.abs().amax(1) / 127).clamp_min(1e-30)
     return (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale

@@ -170,10 +170,8 @@ class EagerRunner(Watched, DeviceRunner):
 
     @torch.inference_mode()
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
-        """Logits [R, keep, V] of tokens [R, N] in rows 0 .. R-1 behind lengths [R] keys, which only the device knows.
-
-        All rows are masked over ``bound`` keys, so that the same work is done whatever the lengths are: it can be
-        recorded. A row that gets past the bound computes nonsense, but writes where it should.
+        """See ``DeviceRunner``. All rows are masked over ``bound`` keys, so that the same work is done whatever the
+        lengths are: it can be recorded. A row that gets past the bound computes nonsense, but writes where it should.
         """
         width = tokens.shape[1]
         slots = lengths[:, None] + self._count[:width]
@@ -271,7 +269,8 @@ class EagerRunner(Watched, DeviceRunner):
                 "mask and the positions it is given, so drafts could not be verified; use a decoder-only model with "
                 "rotary or learned positions and ordinary attention layers"
             )
-        self.slab.allocate_like(probed)
+        # All of the memory now, so that its lack is noticed early.
+        self.slab.allocate((layer.keys, layer.values) if layer.is_initialized else None for layer in probed.layers)
 
     def _masks(
         self, positions: Tensor, starts: Tensor | None, low: int, high: int, tree: Topology | None

@@ -108,5 +108,4 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def get_max_length(self) -> int:
         return self._slab.capacity
 
-    def get_max_cache_shape(self) -> int:  # the name before transformers 5.20
-        return self._slab.capacity
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
