@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from engines import run, table, table_draft, table_engine
 from statistics_tools import chi_squared
+from test_drafters_lookup import indexed_tokens
 
 from headstart.config import DraftConfig
 from headstart.control.controller import controller_for
@@ -113,13 +114,13 @@ def test_both_hear_of_the_end_and_the_costly_one_of_every_round() -> None:
     verdicts = [Verdict((0,), 5, "correction"), None]
     both.commit([View("a", REPEATS), View("b", NEW)], verdicts)
     assert costly.told == [verdicts]
-    assert both.lookup.indexed_tokens == len(REPEATS) + len(NEW)
+    assert indexed_tokens(both.lookup) == len(REPEATS) + len(NEW)
     both.release("a")
     assert costly.released == ["a"]
-    assert both.lookup.indexed_tokens == len(NEW)
+    assert indexed_tokens(both.lookup) == len(NEW)
     both.reset()
     assert costly.resets == 1
-    assert both.lookup.indexed_tokens == 0
+    assert indexed_tokens(both.lookup) == 0
 
 
 def portfolio_engine(long_match: int, *, rows: int = 16) -> Engine:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ModelRefused
 from ..machine.cpu.build import why_not as no_kernels
@@ -196,9 +197,7 @@ class HeadDrafter(Drafter):
             q, k, v = self._write(x, starts)
             x, q = x[:, -1:], q[:, -1:]
         else:
-            x = found.new_zeros(rows, max(map(len, feed)), found.shape[1])
-            for line, piece, to in zip(feed, torch.split(found, [len(line) for line in feed]), x, strict=True):
-                to[: len(line)] = piece
+            x = pad_sequence(list(torch.split(found, [len(line) for line in feed])), batch_first=True)
             q, k, v = self._write(x, starts)
             last = self._count[:rows], torch.tensor(ends, device=x.device) - torch.tensor(starts, device=x.device) - 1
             x, q = x[last][:, None], q[last][:, None]
@@ -304,17 +303,12 @@ class HeadDrafter(Drafter):
         some = next(iter(asked.values()))  # idle rows draw as any other; it is thrown away
         views = [asked.get(key, some)[0] for key in keys]
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
-        features = self._all_features(keys, starts, feed)
+        parts = zip(keys, starts, feed, strict=True)
+        features = [self._features(key, start, len(line)) if line else None for key, start, line in parts]
         drafted = kernel_chains(kernel, views, starts, feed, features, budgets, self._least(len(asked)))
         for row, line in enumerate(feed):
             self.slab.extend(row, line)
         return {key: proposal for key, proposal in zip(keys, drafted, strict=True) if key in asked}
-
-    def _all_features(
-        self, keys: Sequence[str], starts: Sequence[int], feed: Sequence[Sequence[int]]
-    ) -> list[Tensor | None]:
-        parts = zip(keys, starts, feed, strict=True)
-        return [self._features(key, start, len(line)) if line else None for key, start, line in parts]
 
     def _trees(self, asked: Asked) -> dict[str, Proposal]:
         """Level by level: of all children of a level's nodes, the ``branch`` that are likeliest to be reached go on.

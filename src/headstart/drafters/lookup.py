@@ -44,11 +44,6 @@ class LookupDrafter(Drafter):
         self.min_match = min_match
         self._indexes: dict[str, SuffixAutomaton] = {}
 
-    @property
-    def indexed_tokens(self) -> int:
-        """Tokens held for all sequences."""
-        return sum(map(len, self._indexes.values()))
-
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
         return [self._guess(view, budget) if budget > 0 else None for view, budget in zip(views, budgets, strict=True)]
 

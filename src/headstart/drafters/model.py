@@ -179,10 +179,9 @@ class ModelDrafter(Drafter):
         """Draw up to each row's budget. Rows of the slab that were not asked take part as idle passengers."""
         slab, device = self.runner.slab, self.runner.device
         keys = slab.ready_keys
-        last_asked = max(i for i, key in enumerate(keys) if key in asked)
-        keys = keys[: last_asked + 1]
+        keys = keys[: 1 + max(row for row, key in enumerate(keys) if key in asked)]
         rows = len(keys)
-        levels = [slab.lengths[row] for row in range(rows)]
+        levels = slab.lengths[:rows]
         feed = [
             self._readable(asked[key][0].tokens[levels[row] :]) if key in asked else [0] for row, key in enumerate(keys)
         ]

@@ -48,7 +48,9 @@ class PortfolioDrafter(Drafter):
         if not any(left):
             return copied
         drafted = self.costly.propose(views, self._budgets(views, left))
-        return [guess if guess is not None else _paid(other) for guess, other in zip(copied, drafted, strict=True)]
+        # Their length was settled beforehand: what is free here is only the other half.
+        paid = [None if guess is None else replace(guess, paid=True) for guess in drafted]
+        return [guess if guess is not None else other for guess, other in zip(copied, paid, strict=True)]
 
     def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
         self.costly.commit(views, verdicts)
@@ -60,8 +62,3 @@ class PortfolioDrafter(Drafter):
     def reset(self) -> None:
         self.lookup.reset()
         self.costly.reset()
-
-
-def _paid(guess: Proposal | None) -> Proposal | None:
-    """Its length was settled beforehand: what is free here is only the other half."""
-    return None if guess is None else replace(guess, paid=True)

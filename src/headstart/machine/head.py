@@ -68,14 +68,6 @@ class HeadConfig:
         """Numbers a token's features have."""
         return len(self.watch) * self.target_hidden
 
-    @property
-    def queries(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        return self.kv_heads * self.head_dim
-
 
 class HeadNet(nn.Module):
     """The head's matrices, and what is done with them."""
@@ -95,8 +87,8 @@ class HeadNet(nn.Module):
 
         self.fuse = matrix(c.width, c.features)
         self.embed = matrix(c.width, c.target_hidden)
-        self.qkv = matrix(c.queries + 2 * c.keys, c.width)
-        self.out = matrix(c.width, c.queries, 0.5)
+        self.qkv = matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.width)
+        self.out = matrix(c.width, c.heads * c.head_dim, 0.5)
         self.gate_up = matrix(2 * c.ffn, c.width)
         self.down = matrix(c.width, c.ffn, 0.5)
         self.head = matrix(c.vocab, c.width)

@@ -18,6 +18,7 @@ while their keys are on the way. Which row belongs to whom may be torn then; ``r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Slab(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, rows: int, max_len: int, *, margin: int = MARGIN) -> None:
-        super().__init__(layers=[])
+        super().__init__(layer_class_to_replicate=partial(SlabLayer, self))  # ``update`` adds layers when it meets them
         self.rows = rows
         self.max_len = max_len
         self.capacity = max_len + max(margin, LEAST_MARGIN)
@@ -132,14 +133,6 @@ class Slab(Cache):  # type: ignore[misc]
             row = torch.arange(slots.shape[0], device=device)[:, None]
             found = self._index[device] = (row, slots)
         return found
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        while len(self.layers) <= layer_idx:
-            self.layers.append(SlabLayer(self))
-        keys, values = self.layers[layer_idx].update(key_states, value_states)
-        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.start

@@ -280,38 +280,24 @@ class EagerRunner(Watched, DeviceRunner):
         live = high + width
         # Without a mask, SDPA lets one token see every key and many tokens behind nothing see causally.
         plain = self._sdpa and tree is None and low == high and (width == 1 or high == 0)
-        seen: Tensor | None = None  # [R, N, live] or [1, N, live]
-        key_positions: Tensor | None = None
-        found: dict[str, Tensor | None] = {}
-        for kind, reach in self.kinds.items():
-            limited = reach is not None and live > reach
-            if plain and not limited:
-                found[kind] = None
-                continue
-            if seen is None:
-                key_positions = self._count[:live][None]  # [1 or R, live]
-                if tree is None:
-                    asked = positions[:1] if low == high else positions
-                    seen = key_positions[:, None] <= asked[:, :, None]
-                else:
-                    assert starts is not None
-                    seen, key_positions = _tree_sight(key_positions, starts, tree)
-            mask = self._narrow(kind, reach, seen, positions, key_positions) if limited else seen
-            found[kind] = torch.where(mask, self._zero, self._hidden)[:, None].expand(positions.shape[0], 1, -1, -1)
-        if self._by_kind:
-            return found
-        return next(iter(found.values()))
-
-    @staticmethod
-    def _narrow(kind: str, reach: int | None, seen: Tensor, positions: Tensor, key_positions: Tensor | None) -> Tensor:
-        """Of what causality lets a token see, what its layer's window or chunk leaves."""
-        assert reach is not None
-        assert key_positions is not None
-        asked = positions[: seen.shape[0], :, None]  # [R, N, 1]
-        keys = key_positions[:, None]  # [R, 1, live]
-        if kind == "chunked_attention":
-            return seen & (keys // reach == asked // reach)
-        return seen & (keys > asked - reach)
+        narrow = {kind: reach for kind, reach in self.kinds.items() if reach is not None and live > reach}
+        found: dict[str, Tensor | None] = dict.fromkeys(self.kinds)
+        if narrow or not plain:
+            keys, asked = self._count[:live][None], positions  # [1 or R, live], [1 or R, N]
+            if tree is None:
+                asked = positions[:1] if low == high else positions
+                seen = keys[:, None] <= asked[:, :, None]  # [1 or R, N, live]
+            else:
+                assert starts is not None
+                seen, keys = _tree_sight(keys, starts, tree)
+            for kind in narrow if plain else found:
+                mask = seen
+                if kind in narrow:  # of what causality lets a token see, what its layer's window or chunk leaves
+                    reach, there, here = narrow[kind], keys[:, None], asked[:, :, None]
+                    chunked = kind == "chunked_attention"
+                    mask = seen & (there // reach == here // reach if chunked else there > here - reach)
+                found[kind] = torch.where(mask, self._zero, self._hidden)[:, None].expand(len(positions), 1, -1, -1)
+        return found if self._by_kind else next(iter(found.values()))
 
 
 def _tree_sight(count: Tensor, starts: Tensor, tree: Topology) -> tuple[Tensor, Tensor]:

@@ -176,15 +176,10 @@ class StopChecker:
     def _step(self, character: str) -> int:
         """One character on, by Knuth, Morris and Pratt; the length of the stop string it completes, or 0."""
         found = 0
-        for index, stop in enumerate(self._stops):
-            length = self._matched[index]
-            while length and stop[length] != character:
-                length = self._failure[index][length - 1]
-            if stop[length] == character:
-                length += 1
+        for index, (stop, table) in enumerate(zip(self._stops, self._failure, strict=True)):
+            self._matched[index] = length = _longer(stop, table, self._matched[index], character)
             if length == len(stop):
                 found = max(found, length)
-            self._matched[index] = length
         return found
 
     def flush(self) -> str:
@@ -196,15 +191,17 @@ class StopChecker:
 
 def _failure_table(text: str) -> list[int]:
     """For each beginning of the text: the length of its longest proper ending that is a beginning, too."""
-    table = [0] * len(text)
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[index] != text[length]:
-            length = table[length - 1]
-        if text[index] == text[length]:
-            length += 1
-        table[index] = length
+    table = [0]
+    for character in text[1:]:
+        table.append(_longer(text, table, table[-1], character))
     return table
+
+
+def _longer(text: str, table: Sequence[int], length: int, character: str) -> int:
+    """How much of the text's beginning stands at an end that held ``length`` of it, with one character more."""
+    while length and text[length] != character:
+        length = table[length - 1]
+    return length + (text[length] == character)
 
 
 class TextStream:
