@@ -280,7 +280,7 @@ def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller = AdaptiveController(10)
     play(controller, holds=0.5, cost=FLAT, rounds=10)
     controller.forget("a")
-    assert "a" not in controller._acceptance
+    assert "a" not in controller._acceptance._own
     assert not controller._behind
     assert not controller._emitted
 

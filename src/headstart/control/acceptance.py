@@ -59,9 +59,6 @@ class Acceptance:
         self._rates: dict[int, float] = {}  # what ``rate`` said since the last round
         self._missed = self._spread = 0.0  # first guesses that held less often than expected lately, and the variance
 
-    def __contains__(self, sequence_id: object) -> bool:
-        return sequence_id in self._own
-
     def learn(self, drafts: Sequence[tuple[str, int, Sequence[bool]]], *, probe: bool = False) -> None:
         """What became of a round's drafts: sequence, strength, and level by level whether it held.
 

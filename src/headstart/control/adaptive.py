@@ -44,17 +44,6 @@ class _Figures(NamedTuple):
         )
 
 
-class _TooLarge(NamedTuple):
-    share: float
-    most: float
-
-    def __str__(self) -> str:
-        return (
-            f"drafting does not pay: the draft model reads {self.share:.0%} of the bytes that the target reads for a "
-            f"token, and from {self.most:.0%} on there is nothing to win"
-        )
-
-
 class AdaptiveController:
     """Drafts as far as it pays.
 
@@ -100,7 +89,7 @@ class AdaptiveController:
         self._warm = False  # did it draft at all?
         self._drafted = False  # did the last round draft?
         self._why = _PLAIN
-        self._figures: _Figures | _TooLarge | None = None
+        self._figures: _Figures | str | None = None
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         self._why = _PLAIN  # a round begins
@@ -110,7 +99,10 @@ class AdaptiveController:
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         if self._cost_ratio is not None and self._cost_ratio >= self.TOO_LARGE:
-            self._say(_TooLarge(self._cost_ratio, self.TOO_LARGE))
+            self._say(
+                f"drafting does not pay: the draft model reads {self._cost_ratio:.0%} of the bytes that the target "
+                f"reads for a token, and from {self.TOO_LARGE:.0%} on there is nothing to win"
+            )
             return [0] * len(limits)
         limits = [min(limit, self.max_gamma) for limit in limits]
         chances = [self._acceptance.chances(view.id, PAID, limit) for view, limit in zip(views, limits, strict=True)]
@@ -193,12 +185,9 @@ class AdaptiveController:
             return 0.0
         return break_even(self._line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID - 1), 1e-3)
 
-    def min_chance_to_keep(self) -> float:
-        pace, wider = self._pace_and_price()
-        return break_even(wider, pace)
-
     def min_chances(self) -> tuple[float, float]:
-        return self.min_chance_to_keep(), self.min_chance_to_extend()
+        pace, wider = self._pace_and_price()
+        return break_even(wider, pace), self.min_chance_to_extend()
 
     def forget(self, sequence_id: str) -> None:
         self._acceptance.forget(sequence_id)
@@ -309,7 +298,7 @@ class AdaptiveController:
         most = view.params.max_tokens
         return expected if most is None else min(expected, most - written)
 
-    def _say(self, figures: _Figures | _TooLarge | None) -> None:
+    def _say(self, figures: _Figures | str | None) -> None:
         before, self._figures = self._figures, figures
         if (figures is None) != (before is None):
             log.info("no speculation: %s", figures) if figures is not None else log.info("speculation is back")

@@ -11,7 +11,7 @@ deterministic guess.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..config import DraftConfig
 from ..types import Advice, DraftView, Proposal, Round
@@ -22,7 +22,7 @@ __all__ = ["Controller", "FixedController", "GreedyAndSampled", "controller_for"
 
 class Controller(Advice, Protocol):
     """Chooses draft lengths and learns from what came of them. A round asks ``budgets``, then ``trim``, then tells
-    ``observe``."""
+    ``observe``. One that derives from this learns nothing and cuts nothing, but for what it says itself."""
 
     def meet(
         self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
@@ -33,18 +33,22 @@ class Controller(Advice, Protocol):
         ``cost``: bytes that it reads for a token, over the target's. ``lengths``: all rows draft together, and so many
         tokens. None: as said before, if ever.
         """
+        return None
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
         """Cut free, deterministic guesses to what is worth verifying. After drafting."""
+        return list(proposals)
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from one round: a record for each of its sequences."""
+        return None
 
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
+        return None
 
     def reason(self) -> str | None:
         """Why speculation is held back just now, for people; None while it is not."""
@@ -58,36 +62,22 @@ def controller_for(config: DraftConfig, *, free: bool = False, ends_itself: bool
     return GreedyAndSampled(greedy, drawn)
 
 
-class FixedController:
+class FixedController(Controller):
     """Always the same draft length; 0 is never to draft."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
-
-    def meet(
-        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
-    ) -> None:
-        pass
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         return [min(self.gamma, limit) for limit in limits]
 
     paid_budgets = budgets
 
-    def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
-        return list(proposals)
-
-    def observe(self, rounds: Sequence[Round]) -> None:
-        pass
-
     def min_chance_to_extend(self) -> float:
         return 0.0
 
     def min_chances(self) -> tuple[float, float]:
         return 0.0, 0.0
-
-    def forget(self, sequence_id: str) -> None:
-        pass
 
     def reason(self) -> str | None:
         return None if self.gamma else "gamma is 0, so nothing is drafted"
@@ -103,12 +93,10 @@ class GreedyAndSampled:
         self._greedy, self._drawn = greedy, drawn
         self._now = greedy  # whose round it is: a round is observed before the next one's budgets are asked for
 
-    def meet(
-        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
-    ) -> None:
+    def meet(self, **drafter: Any) -> None:
         self._now = self._greedy
         for each in (self._greedy, self._drawn):
-            each.meet(free=free, ends_itself=ends_itself, cost=cost, lengths=lengths)
+            each.meet(**drafter)
 
     def _turn(self, views: Sequence[DraftView]) -> Controller:
         self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn

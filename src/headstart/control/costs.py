@@ -65,7 +65,7 @@ class Costs:
     FOLLOWED, STEADY = (
         7,
         0.08,
-    )  # the machine changed its speed where the middle of so many rounds is off by more than this
+    )  # the machine's speed changed where the middle of so many rounds is off by more than this
     MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
