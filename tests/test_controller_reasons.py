@@ -26,7 +26,7 @@ from headstart.drafters.base import Drafter
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.model import ModelDrafter
 from headstart.drafters.portfolio import PortfolioDrafter
-from headstart.engine import drafting, players, reading
+from headstart.engine import drafting, players
 from headstart.engine import round as rounds
 from headstart.engine.engine import Engine
 from headstart.machine.runner import EagerRunner
@@ -50,7 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no other clock to be given: it reads the system's."""
     monkeypatch.setattr(rounds, "perf_counter", Clock())
-    for module in (players, drafting, reading):
+    for module in (players, drafting):
         monkeypatch.setattr(module, "perf_counter", Clock())
 
 

@@ -173,7 +173,7 @@ def test_release_comes_once_for_every_end(player: str) -> None:
         for name, prompt in asked.items()
     }
     made.abort("waiting")
-    while not handles["ended"].done or len(made._scheduler.held()) < 2:
+    while not handles["ended"].done or len(made._scheduler._running | made._scheduler._filling) < 2:
         made.step()
     made.abort("aborted")
     while not made.idle:

@@ -28,8 +28,8 @@ from headstart.config import EngineConfig
 from headstart.control.controller import FixedController
 from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds
-from headstart.engine.committed import Committed
 from headstart.engine.engine import Engine
+from headstart.engine.sequence import Committed
 from headstart.machine.pieces import Pieces
 from headstart.types import DraftView, Verdict
 

@@ -149,7 +149,7 @@ class Life(RuleBasedStateMachine):
         slab = self.engine.parts.runner.slab
         live = {s.id: s for h in self.handles.values() for s in h.sequences if not s.finished}
         scheduler = self.engine._scheduler
-        held = {s.id: s for s in scheduler.held()}
+        held = scheduler._running | scheduler._filling
         # Every row belongs to a live sequence, and every live sequence is held or waits.
         assert set(slab.ready_keys) | set(filling(slab)) == set(held)
         assert set(held) | {s.id for s in scheduler._waiting} == set(live)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ..config import MAX_GAMMA
 from ..control.controller import Controller
 from ..drafters.base import Drafter
 from ..machine.model_runner import ModelRunner
-from ..types import Verdict
 from .captured import CapturedRounds
-from .sequence import Sequence
 
 __all__ = ["RoundContext"]
 
@@ -55,19 +52,8 @@ class RoundContext:
         self.drafter = None
         log.warning("speculation is off from here on: %s", self.inactive, exc_info=error)
 
-    def tell_drafter(self, sequences: Seq[Sequence], verdicts: Seq[Verdict | None]) -> None:
-        """``Drafter.commit``: the round is over, and this is what the target said."""
-        self._tell(lambda drafter: drafter.commit(list(sequences), list(verdicts)))
-
-    def release_drafter(self, sequence_id: str) -> None:
-        """``Drafter.release``: the sequence is gone."""
-        self._tell(lambda drafter: drafter.release(sequence_id))
-
-    def reset_drafter(self) -> None:
-        """``Drafter.reset``: a round was interrupted, and every sequence is to be forgotten."""
-        self._tell(lambda drafter: drafter.reset())
-
-    def _tell(self, call: Callable[[Drafter], None]) -> None:
+    def tell_drafter(self, call: Callable[[Drafter], None]) -> None:
+        """``Drafter.commit``, ``release`` or ``reset``, where there is a drafter."""
         if self.drafter is not None:
             try:
                 call(self.drafter)

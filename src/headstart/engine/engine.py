@@ -32,9 +32,8 @@ from .context import RoundContext
 from .handle import Handle
 from .listeners import Listeners
 from .players import players
-from .reading import read
 from .reception import Reception
-from .round import drain, play
+from .round import drain, play, read
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
 from .stats import EngineStats
@@ -319,7 +318,7 @@ class Engine:
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.retire(sequence)
-        self.parts.release_drafter(sequence.id)
+        self.parts.tell_drafter(lambda drafter: drafter.release(sequence.id))
         self._close(sequence)
 
     def _close(self, sequence: Sequence) -> None:
@@ -350,7 +349,7 @@ class Engine:
         """Begin anew from the committed tokens: after an interruption nothing in the caches can be trusted."""
         self._forget_rounds()
         self._slab.reset()
-        self.parts.reset_drafter()
+        self.parts.tell_drafter(lambda drafter: drafter.reset())
         live = self._requeue()
         if live:
             log.info("the caches were emptied; requests that go on, from their committed tokens: %d", live)

@@ -11,7 +11,7 @@ from ..machine.kvcache import Slab
 from ..types import Proposal, TokenLogprob, Verdict
 from .sequence import Sequence
 
-__all__ = ["DraftFailed", "Outcome", "Rows"]
+__all__ = ["DraftFailed", "Outcome", "Rows", "emitted"]
 
 
 class DraftFailed(Exception):
@@ -58,3 +58,9 @@ class Outcome:
     draft_seconds: float
     verify_seconds: float  # the target's forward alone
     catch_up_seconds: float = 0.0  # before it was asked, the drafter read what it lacked; no part of drafting
+
+
+def emitted(proposal: Proposal | None, verdict: Verdict) -> list[int]:
+    """The accepted tokens and the target's own, in order."""
+    drafted = proposal.tokens if proposal is not None else ()
+    return [*(drafted[node] for node in verdict.path), verdict.token]

@@ -16,16 +16,16 @@ from typing import Protocol
 
 import torch
 
-from ..types import TokenLogprob, Verdict
+from ..types import TokenLogprob
 from .captured import CapturedRounds
 from .context import RoundContext
 from .device_rows import served
 from .drafting import Drafted, HostDrafts
 from .judge import Batch, judge, logprobs_along
-from .outcome import Outcome, Rows
+from .outcome import Outcome, Rows, emitted
 from .sequence import Sequence
 
-__all__ = ["Player", "logprobs_of", "players"]
+__all__ = ["Player", "judged", "players", "waited_for"]
 
 
 class Player(Protocol):
@@ -39,9 +39,11 @@ class Player(Protocol):
 
     def drain(self, sequences: list[Sequence]) -> Outcome | None:
         """The round that was launched ahead for these, if there is one: to be taken in before rows move."""
+        return None
 
     def forget(self) -> None:
         """After a failure: what is under way is dropped, and nothing on the device is trusted."""
+        return None
 
 
 def players(parts: RoundContext) -> tuple[Player, ...]:
@@ -53,7 +55,7 @@ def players(parts: RoundContext) -> tuple[Player, ...]:
     return (OnDevice(parts, parts.captured, drafts), DraftedOnHost(parts.captured, drafts, step), step)
 
 
-class OnDevice:
+class OnDevice(Player):
     """Rounds that are recorded as a whole, with the draft model's guesses or with none (``captured``, ``overlap``).
 
     A drafter on the host is asked while the device works, about the text as it was a round before. While it has nothing
@@ -90,7 +92,7 @@ class OnDevice:
         self._rounds.forget()
 
 
-class StepByStep:
+class StepByStep(Player):
     """Any round at all: the drafter, the target and the rule, called one after another."""
 
     def __init__(self, parts: RoundContext, drafts: HostDrafts) -> None:
@@ -112,12 +114,7 @@ class StepByStep:
         batch = Batch.of(rows.sequences, drafted.proposals, parts.runner.device)
         logits = self._forward(batch, rows)
         seconds = perf_counter() - started
-        verdicts = judge(logits, batch, parts.vocab_size, parts.runner.vocab_ops)
-        logprobs = logprobs_of(logits, batch, verdicts, parts.vocab_size)
-        return Outcome(drafted.proposals, verdicts, logprobs, drafted.seconds, seconds, drafted.catch_up_seconds)
-
-    def drain(self, sequences: list[Sequence]) -> Outcome | None:
-        return None
+        return judged(parts, logits, batch, seconds, drafted.seconds, drafted.catch_up_seconds)
 
     def forget(self) -> None:
         self._drafts.forget()
@@ -135,13 +132,10 @@ class StepByStep:
             else:  # a tree hangs from one token, so the prompt's end goes in before it
                 runner.prefill(rows.first, rest)
                 lengths = [length + len(rest)]
-        logits = runner.forward(slab_rows, feed, lengths, topology, keep=batch.width)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)  # so that the clock reads the forward, not its launch
-        return logits
+        return waited_for(runner.forward(slab_rows, feed, lengths, topology, keep=batch.width))
 
 
-class DraftedOnHost:
+class DraftedOnHost(Player):
     """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
 
     def __init__(self, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
@@ -157,26 +151,27 @@ class DraftedOnHost:
             return self._step.verify(rows, drafted)
         return replace(found, draft_seconds=drafted.seconds, catch_up_seconds=drafted.catch_up_seconds)
 
-    def drain(self, sequences: list[Sequence]) -> Outcome | None:
-        return None
 
-    def forget(self) -> None:
-        pass
+def waited_for(logits: torch.Tensor) -> torch.Tensor:
+    """So that the clock reads the forward, not its launch."""
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
+    return logits
 
 
-def logprobs_of(
-    logits: torch.Tensor, batch: Batch, verdicts: list[Verdict | None], vocab_size: int
-) -> list[list[TokenLogprob]]:
-    """The log-probabilities of what the verdicts let out, for rows that asked for them."""
-    found: list[list[TokenLogprob]] = []
-    lines = zip(batch.sequences, batch.proposals, verdicts, logits, strict=True)
-    for sequence, proposal, verdict, row in lines:
-        top = sequence.params.logprobs
-        if top is None or verdict is None:
-            found.append([])
-            continue
-        drafted = proposal.tokens if proposal is not None else ()
-        tokens = [*(drafted[node] for node in verdict.path), verdict.token]
-        nodes = [0, *(node + 1 for node in verdict.path)]
-        found.append(logprobs_along(row, tokens, nodes, top, vocab_size))
-    return found
+def judged(
+    parts: RoundContext, logits: torch.Tensor, batch: Batch, seconds: float, draft: float = 0.0, catch_up: float = 0.0
+) -> Outcome:
+    """What the target's logits [R, N+1, V] say of the rows; log-probabilities for those that asked for them.
+
+    ``seconds`` that the forward took; and those of ``Drafted``.
+    """
+    verdicts = judge(logits, batch, parts.vocab_size, parts.runner.vocab_ops)
+    logprobs: list[list[TokenLogprob]] = []
+    for sequence, proposal, verdict, row in zip(batch.sequences, batch.proposals, verdicts, logits, strict=True):
+        top, found = sequence.params.logprobs, list[TokenLogprob]()
+        if top is not None and verdict is not None:
+            nodes = [0, *(node + 1 for node in verdict.path)]
+            found = logprobs_along(row, emitted(proposal, verdict), nodes, top, parts.vocab_size)
+        logprobs.append(found)
+    return Outcome(batch.proposals, verdicts, logprobs, draft, seconds, catch_up)

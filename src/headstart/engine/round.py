@@ -15,11 +15,14 @@ from time import perf_counter
 
 from ..types import Round, Verdict
 from .context import RoundContext
-from .outcome import DraftFailed, Outcome, Rows
-from .players import Player
-from .sequence import Emission, Sequence
+from .judge import Batch
+from .outcome import DraftFailed, Outcome, Rows, emitted
+from .players import Player, judged, waited_for
+from .scheduler import Chunk
+from .sequence import Sequence
+from .stats import EngineStats
 
-__all__ = ["drain", "first_tokens", "play"]
+__all__ = ["drain", "play", "read"]
 
 
 def play(
@@ -32,8 +35,7 @@ def play(
     started = perf_counter()
     rows = Rows.of(parts.runner.slab, sequences, first_row, ahead=ahead)
     outcome = _drafted_and_verified(parts, players, rows)
-    kept = _commit(parts, rows, outcome)
-    return _records(parts, rows, outcome, kept, perf_counter() - started)
+    return _committed_and_recorded(parts, rows, outcome, started)
 
 
 def drain(parts: RoundContext, players: Seq[Player], sequences: list[Sequence]) -> list[Round] | None:
@@ -43,13 +45,26 @@ def drain(parts: RoundContext, players: Seq[Player], sequences: list[Sequence]) 
     if outcome is None:
         return None
     rows = Rows.of(parts.runner.slab, sequences, 0, ahead=False)
-    kept = _commit(parts, rows, outcome)
-    return _records(parts, rows, outcome, kept, perf_counter() - started)
+    return _committed_and_recorded(parts, rows, outcome, started)
 
 
-def first_tokens(parts: RoundContext, rows: Rows, outcome: Outcome, seconds: float) -> list[Round]:
-    """The end of a round in which several prompts were read in: each gets its first token."""
-    return _records(parts, rows, outcome, _commit(parts, rows, outcome), seconds)
+def read(parts: RoundContext, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | None:
+    """Read parts of several prompts in one forward; one that is in to its end gets its first token. The records of
+    those; None if there are none."""
+    started, runner = perf_counter(), parts.runner
+    ended = [i for i, chunk in enumerate(chunks) if chunk.last]
+    logits = waited_for(runner.read([(chunk.row, chunk.tokens) for chunk in chunks], logits=bool(ended)))
+    seconds = perf_counter() - started
+    stats.prefill_tokens += sum(len(chunk.tokens) for chunk in chunks if not chunk.last)
+    if not ended:
+        stats.prefill_seconds += seconds
+        return None
+    sequences, numbers = [chunks[i].sequence for i in ended], [chunks[i].row for i in ended]
+    behind = [len(chunks[i].tokens) for i in ended]
+    logits = (logits if len(ended) == len(chunks) else logits[ended])[:, None]
+    rows = Rows(sequences, numbers, [runner.slab.lengths[row] for row in numbers], behind, ahead=False)
+    outcome = judged(parts, logits, Batch.of(sequences, [None] * len(ended), runner.device), seconds)
+    return _committed_and_recorded(parts, rows, outcome, started)
 
 
 def _drafted_and_verified(parts: RoundContext, players: Seq[Player], rows: Rows) -> Outcome:
@@ -59,6 +74,11 @@ def _drafted_and_verified(parts: RoundContext, players: Seq[Player], rows: Rows)
     except DraftFailed as failure:
         parts.drop_drafter(failure.__cause__ or failure)
         return next(player for player in players if player.takes(rows)).play(rows)
+
+
+def _committed_and_recorded(parts: RoundContext, rows: Rows, outcome: Outcome, started: float) -> list[Round]:
+    kept = _commit(parts, rows, outcome)
+    return _records(parts, rows, outcome, kept, perf_counter() - started)
 
 
 def _commit(parts: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
@@ -72,21 +92,10 @@ def _commit(parts: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
             sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
             continue
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
-        kept[i] = sequence.commit(_emissions(outcome, i, verdict))
+        kept[i] = sequence.commit(emitted(outcome.proposals[i], verdict), verdict.origin, outcome.logprobs[i])
         slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
-    parts.tell_drafter(rows.sequences, outcome.verdicts)
+    parts.tell_drafter(lambda drafter: drafter.commit(list(rows.sequences), list(outcome.verdicts)))
     return kept
-
-
-def _emissions(outcome: Outcome, i: int, verdict: Verdict) -> list[Emission]:
-    """The accepted tokens and the target's own, in order, with log-probabilities where they were asked for."""
-    proposal = outcome.proposals[i]
-    drafted = proposal.tokens if proposal is not None else ()
-    emissions = [Emission(drafted[node], "accepted") for node in verdict.path]
-    emissions.append(Emission(verdict.token, verdict.origin))
-    for emission, logprob in zip(emissions, outcome.logprobs[i], strict=False):
-        emission.logprob = logprob
-    return emissions
 
 
 def _records(parts: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], seconds: float) -> list[Round]:
@@ -115,7 +124,7 @@ def _records(parts: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], 
             paid=proposal is not None and proposal.paid,
         )
         if kept[i]:
-            sequence.record(record)
+            sequence.tally.add(record)
             rounds.append(record)
     return rounds
 

@@ -120,10 +120,6 @@ class Scheduler:
         """The decoding sequences, in row order from row 0."""
         return [self._running[key] for key in self._slab.ready_keys]
 
-    def held(self) -> list[Sequence]:
-        """Everything that has a row."""
-        return [*self._running.values(), *self._filling.values()]
-
     def retire(self, sequence: Sequence) -> None:
         """Give up the sequence's row, or its place in the line. A row that failed is wiped: NaN must not stay. So is
         one whose prompt was not read to its end, where that matters: nobody has seen its numbers."""

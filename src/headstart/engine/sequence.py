@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from ..maths.asks import Asks, asks_of
 from ..maths.noise import derive
-from ..types import Choice, FinishReason, Origin, Piece, Request, Round, SamplingParams, TokenLogprob
-from .committed import Committed
+from ..types import Choice, FinishReason, Origin, Piece, Request, SamplingParams, TokenLogprob
 from .stats import Tally
 
-__all__ = ["Emission", "Sequence", "TextSink"]
+__all__ = ["Committed", "Sequence", "TextSink"]
 
 
 class TextSink(Protocol):
@@ -26,13 +25,26 @@ class TextSink(Protocol):
     def finish(self) -> str: ...
 
 
-class Emission:
-    """One token that the target stands behind, on its way into a sequence."""
+class Committed(list[int]):
+    """Prompt and committed output, in order. Reads as any list does; slices and copies are plain lists of their own.
 
-    __slots__ = ("logprob", "origin", "token")
+    Drafters are handed the live list, because a copy of a long text in every round would cost more than many a draft.
+    They must not change it: the target's cache and the text that goes out are counted by it. So the list itself says
+    no.
+    """
 
-    def __init__(self, token: int, origin: Origin, logprob: TokenLogprob | None = None) -> None:
-        self.token, self.origin, self.logprob = token, origin, logprob
+    def take(self, token: int) -> None:
+        """The engine's way to add one."""
+        super().append(token)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("the tokens of a view are only to be read; take a copy, list(view.tokens), to change it")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[list[int]], tuple[list[int]]]:
+        return list, (list(self),)
 
 
 class Sequence:
@@ -50,8 +62,8 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.params: SamplingParams = request.params
         self.prediction = request.prediction
-        self.stop_ids = frozenset(self.params.stop_token_ids or ())
-        self.eos = frozenset() if self.params.ignore_eos else frozenset(eos)
+        # Ids that end the text, and that ``min_tokens`` therefore holds back.
+        self.ending_ids = frozenset(self.params.stop_token_ids or ()).union(() if self.params.ignore_eos else eos)
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.settled = False  # it has ended, and the engine holds nothing for it any more
@@ -78,11 +90,6 @@ class Sequence:
         return self._limit - len(self.tokens)
 
     @property
-    def ending_ids(self) -> frozenset[int]:
-        """Ids that end the text, and that ``min_tokens`` therefore holds back."""
-        return self.eos | self.stop_ids
-
-    @property
     def asks(self) -> Asks:
         """What its settings ask for now (see ``maths.asks``): ``min_tokens`` only until they are out."""
         if "min_tokens" in self._asks and self.output_length >= self.params.min_tokens:
@@ -95,24 +102,22 @@ class Sequence:
 
     # -- what the round does
 
-    def commit(self, emissions: Seq[Emission]) -> int:
-        """Take tokens in until one ends the text; the rest are dropped. Returns how many were kept."""
+    def commit(self, tokens: Seq[int], origin: Origin, logprobs: Seq[TokenLogprob]) -> int:
+        """Take accepted tokens and the target's own, of this ``origin``, in until one ends the text; the rest are
+        dropped. logprobs: of each of them, or none. Returns how many were kept."""
         self.torn = True
-        kept = 0
-        for emission in emissions:
-            self._take(emission)
-            kept += 1
+        for kept, token in enumerate(tokens, 1):
+            self._take(token, origin if kept == len(tokens) else "accepted", logprobs[kept - 1] if logprobs else None)
             if self.finished:
                 break
         self.torn = False
         return kept
 
-    def _take(self, emission: Emission) -> None:
-        token = emission.token
+    def _take(self, token: int, origin: Origin, logprob: TokenLogprob | None) -> None:
         self.tokens.take(token)
-        self._origins.append(emission.origin)
-        if emission.logprob is not None:
-            self._logprobs.append(emission.logprob)
+        self._origins.append(origin)
+        if logprob is not None:
+            self._logprobs.append(logprob)
         text, stopped = "", False
         if self._sink is not None and token not in self.ending_ids:
             text, stopped = self._sink.push(token, check_stop=self.output_length >= self.params.min_tokens)
@@ -125,7 +130,7 @@ class Sequence:
         if reason is not None and self._sink is not None and not stopped:
             text += self._sink.finish()
         self._texts.append(text)
-        self.pieces.append(Piece(text, token, emission.origin, self.index, emission.logprob, reason))
+        self.pieces.append(Piece(text, token, origin, self.index, logprob, reason))
         self.finish_reason = reason  # last: another thread may be reading, and takes this for the end
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
@@ -152,6 +157,3 @@ class Sequence:
             origins=tuple(self._origins),
             error=self.error,
         )
-
-    def record(self, round_: Round) -> None:
-        self.tally.add(round_)
