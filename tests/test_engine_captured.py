@@ -24,6 +24,7 @@ from headstart.control.controller import FixedController
 from headstart.drafters.head import HeadDrafter
 from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.model import ModelDrafter
+from headstart.engine import programs
 from headstart.engine.captured import CapturedRounds, draft_lengths
 from headstart.engine.engine import Engine
 from headstart.engine.overlap import OverlappedRounds
@@ -35,7 +36,7 @@ from headstart.maths.distribution import probabilities
 from headstart.maths.noise import race
 from headstart.maths.tree import Topology
 from headstart.maths.verify import chain_rules
-from headstart.maths.vocab_ops import PLAIN, VocabOps
+from headstart.maths.vocab_ops import VocabOps
 from headstart.testing import TINY_VOCABULARY, tiny_model
 from headstart.types import Completion, Request
 
@@ -57,7 +58,6 @@ def engine(
     overlap: bool = False,
     architecture: str = "llama",
     share: float = 0.15,
-    vocab_ops: VocabOps = PLAIN,
 ) -> Engine:
     target = EagerRunner(tiny_model(architecture), rows=rows, max_len=96, margin=40)
     drafter = None
@@ -65,7 +65,7 @@ def engine(
         runner = EagerRunner(noisy(tiny_model(architecture), share), rows=rows, max_len=96, margin=40)
         drafter = ModelDrafter(runner, vocab_size=TINY_VOCABULARY, width=TINY_VOCABULARY)
     kind = OverlappedRounds if overlap else CapturedRounds
-    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma), vocab_ops=vocab_ops)
+    rounds = kind(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma))
     rounds.warm_up()
     return Engine(
         target,
@@ -109,8 +109,9 @@ def watch(made: Engine) -> list[Shape]:
         played.append(shape)
         verify(shape)
 
-    for shape in rounds._verifies:
-        rounds._verifies[shape] = Recording(partial(counted, shape), None)
+    for name, shape in rounds._recordings:
+        if name == "verify":
+            rounds._recordings[name, shape] = Recording(partial(counted, shape), None)
     return played
 
 
@@ -307,7 +308,7 @@ def test_sampling_follows_the_target(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int) -> None:
+def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a machine's own loops are told of the rows is enough to say what the rules say."""
     asked = Counter[str]()
 
@@ -330,8 +331,9 @@ def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int) -> None:
         )
         for i in range(5)
     ]
-    own = run(engine(4, rows, vocab_ops=VocabOps(rejected=rejected, drawn=drawn)), params)
-    assert own == run(engine(4, rows), params)
+    plain = run(engine(4, rows), params)
+    monkeypatch.setattr(programs, "vocab_ops_of", lambda device: VocabOps(rejected=rejected, drawn=drawn))
+    assert run(engine(4, rows), params) == plain
     assert asked["rejected"] > 10
     assert asked["drawn"] > 10
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +25,13 @@ from torch import Tensor
 from ..drafters.base import DeviceDrafter
 from ..machine.gpu.graphs import Recorder, Recording
 from ..machine.model_runner import DeviceRunner
-from ..maths.vocab_ops import PLAIN, VocabOps
 from ..types import Proposal, TokenLogprob, Verdict
-from .device_rows import DeviceRows, Kind, idle_lengths, kind_of
+from .device_rows import DeviceRows, Kind, kind_of
 from .outcome import DraftFailed, Outcome
 from .programs import Logprobs, Programs, Shape
 from .sequence import Sequence
 
-__all__ = ["CapturedRounds", "Flight", "draft_lengths"]
+__all__ = ["Body", "CapturedRounds", "Flight", "draft_lengths"]
 
 KINDS: tuple[Kind, ...] = ("greedy", "rejected", "coupled", "full")
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -54,34 +55,38 @@ class Flight:
     logprobs: Logprobs | None
     keys: tuple[str, ...]
     limits: tuple[int, ...]
-    marks: list[torch.cuda.Event] | None
-    times: tuple[float, float]
+    marks: tuple[Any, Any, Any]  # when it was launched, drafted, verified (``_mark``)
     drafted: bool  # by the draft model, on the device
     catch_up_seconds: float  # that the draft model took to read what it lacked, before the launch
+
+
+class Body(NamedTuple):
+    """One program of a shape, and what records it."""
+
+    recorder: Recorder
+    runner: DeviceRunner  # whose layers it runs
+    run: Callable[[], None]
+    enough: Callable[[], None]  # launches every kernel that ``run`` launches, perhaps less often
+
+    def brief(self) -> None:
+        with self.runner.brief():
+            self.enough()
 
 
 class CapturedRounds:
     """Plays rounds of a target on the device, with the drafts of a draft model there or with drafts from the host."""
 
     def __init__(
-        self,
-        target: DeviceRunner,
-        drafter: DeviceDrafter | None,
-        *,
-        vocab_size: int,
-        lengths: Seq[int],
-        vocab_ops: VocabOps = PLAIN,
-        in_one: bool = False,
+        self, target: DeviceRunner, drafter: DeviceDrafter | None, *, vocab_size: int, lengths: Seq[int]
     ) -> None:
-        """``lengths``: the draft lengths there are recordings for, 0 among them. ``in_one``: see ``Programs``."""
+        """``lengths``: the draft lengths there are recordings for, 0 among them."""
         self._target, self._drafter = target, drafter
         self.lengths = tuple(sorted({0, *lengths}))
         slab = target.slab
         self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
-        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), vocab_ops, in_one=in_one)
+        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]))
         self._recorder = Recorder(target.device)
-        self._drafts: dict[Shape, Recording] = {}
-        self._verifies: dict[Shape, Recording] = {}
+        self._recordings: dict[tuple[str, Shape], Recording] = {}  # by the names of ``_bodies``
         self._flight: Flight | None = None
         self._caught_up = 0.0  # seconds of the last catching up, until a launch takes them along
         self._sealed = False
@@ -108,14 +113,13 @@ class CapturedRounds:
 
     @property
     def recordings(self) -> int:
-        return len(self._drafts) + len(self._verifies)
+        return len(self._recordings)
 
     def fits(self, sequences: Seq[Sequence], gamma: int) -> bool:
         """Can these rows' next round be played here?"""
         shape = self._shape(sequences, self._down(gamma))
-        missing = self._missing(shape) or (self._sealed and shape.gamma > 0 and shape not in self._drafts)
-        enough = all(len(s.tokens) >= 2 and not self._over(s, shape.gamma, rounds=1) for s in sequences)
-        return enough and not missing and (self.drafting or shape.gamma == 0)
+        drafts = shape.gamma == 0 or (self.drafting and not self._missing("draft", shape))
+        return drafts and self._verifiable(sequences, shape)
 
     def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: Callable[[], bool]) -> Outcome:
         """The next round of rows 0 .. R-1. ``ahead``: may the one after it be launched before this returns? It is asked
@@ -139,7 +143,7 @@ class CapturedRounds:
         if gamma is None or any(p is not None and not p.is_chain for p in proposals):
             return None
         shape = self._shape(sequences, gamma)
-        if self._missing(shape) or any(len(s.tokens) < 2 or self._over(s, gamma, rounds=1) for s in sequences):
+        if not self._verifiable(sequences, shape):
             return None
         limits = [len(p) if p is not None else 0 for p in proposals]
         self._settle(sequences, drafting=False, limits=limits)
@@ -178,8 +182,12 @@ class CapturedRounds:
         seldom = shape.kind == "full" or (shape.kind == "coupled" and shape.gamma > 0)
         return replace(shape, bound=self._bounds[-1]) if seldom else shape
 
-    def _missing(self, shape: Shape) -> bool:
-        return self._sealed and shape not in self._verifies
+    def _missing(self, name: str, shape: Shape) -> bool:
+        return self._sealed and (name, shape) not in self._recordings
+
+    def _verifiable(self, sequences: Seq[Sequence], shape: Shape) -> bool:
+        enough = all(len(s.tokens) >= 2 and not self._over(s, shape.gamma, rounds=1) for s in sequences)
+        return enough and not self._missing("verify", shape)
 
     def _over(self, sequence: Sequence, gamma: int, rounds: int) -> bool:
         """Would that many rounds write past the end of a row?"""
@@ -189,13 +197,12 @@ class CapturedRounds:
 
     def _settle(self, sequences: Seq[Sequence], *, drafting: bool, limits: Seq[int] | None = None) -> None:
         """Bring the device's table, and the draft's rows, level with the host."""
-        draft = None
-        if self._drafter is not None:
-            draft = self._drafter.device_runner.slab
-            if drafting:
-                self._catch_up(self._drafter, sequences)
-        rows = next(n for n in self._buckets if n >= len(sequences))
-        self._state.settle(sequences, idle_lengths(self._target.slab, draft, len(sequences), rows), limits)
+        if self._drafter is not None and drafting:
+            self._catch_up(self._drafter, sequences)
+        # Where idle rows may be written without harm.
+        idle = range(len(sequences), next(n for n in self._buckets if n >= len(sequences)))
+        draft = self._drafter.device_runner.slab.lengths if self._drafter is not None else [0] * idle.stop
+        self._state.settle(sequences, [(self._target.slab.lengths[row], draft[row]) for row in idle], limits)
 
     def _catch_up(self, drafter: DeviceDrafter, sequences: Seq[Sequence]) -> None:
         """The draft reads what it lacks. Waits until it has: what comes next is timed."""
@@ -237,29 +244,29 @@ class CapturedRounds:
         """
         shape = self._shape(sequences, gamma)
         drafting = given is None and anew
-        drafts = [self._recording(self._drafts, part) for part in self._parts(shape)] if drafting else []
-        verify = self._recording(self._verifies, shape)
-        mark = partial(torch.cuda.Event, enable_timing=True)
-        marks = [mark() for _ in range(3)] if self._recorder.enabled else None
-        started = perf_counter()
-        if marks:
-            marks[0].record()
+        drafts = [self._recording("draft", part) for part in self._parts(shape)] if drafting else []
+        verify = self._recording("verify", shape)
+        started = self._mark()
         for draft in drafts:
             draft.replay()
         if beside is not None:
             beside()
-        between = perf_counter()
-        if marks:
-            marks[1].record()
+        drafted = self._mark()
         verify.replay()
         host, logprobs = self._fetch(shape, any(s.params.logprobs is not None for s in sequences))
-        if marks:
-            marks[2].record()
+        marks = started, drafted, self._mark()
         limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
-        times = (between - started, perf_counter() - between)
         behind, self._caught_up = self._caught_up, 0.0
         ids = tuple(s.id for s in sequences)
-        return Flight(shape, host, logprobs, ids, limits, marks, times, given is None, behind)
+        return Flight(shape, host, logprobs, ids, limits, marks, given is None, behind)
+
+    def _mark(self) -> Any:
+        """A moment of the device's clock: an event; of the host's, in seconds, where the host does the work."""
+        if not self._recorder.enabled:
+            return perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
 
     def _fetch(self, shape: Shape, logprobs: bool) -> tuple[Tensor, Logprobs | None]:
         """Start copying the result to the host."""
@@ -275,11 +282,11 @@ class CapturedRounds:
 
     def _read(self, flight: Flight, sequences: Seq[Sequence]) -> Outcome:
         assert flight.keys == tuple(s.id for s in sequences), "rows changed while a round was in flight"
-        draft_seconds, verify_seconds = flight.times
-        if flight.marks:
-            flight.marks[2].synchronize()
-            draft_seconds = flight.marks[0].elapsed_time(flight.marks[1]) / 1e3
-            verify_seconds = flight.marks[1].elapsed_time(flight.marks[2]) / 1e3
+        if self._recorder.enabled:
+            flight.marks[-1].synchronize()
+            draft_seconds, verify_seconds = (a.elapsed_time(b) / 1e3 for a, b in pairwise(flight.marks))
+        else:
+            draft_seconds, verify_seconds = (b - a for a, b in pairwise(flight.marks))
         proposals: list[Proposal | None] = []
         verdicts: list[Verdict | None] = []
         logprobs: list[list[TokenLogprob]] = []
@@ -308,7 +315,8 @@ class CapturedRounds:
         for done, shape in enumerate(shapes):
             if report is not None:
                 report(done, len(shapes))
-            self._recorded(shape)
+            for name in self._bodies(shape):
+                self._recording(name, shape)
         if report is not None:
             report(len(shapes), len(shapes))
         self._sealed = True
@@ -320,16 +328,19 @@ class CapturedRounds:
         """
         kept = [tensor.clone() for tensor in self._programs.changed(len(self._state.lengths))]
         for shape in self._shapes():
-            for runner, body in self._bodies(shape):
-                yield partial(self._briefly, runner, body)
+            for body in self._bodies(shape).values():
+                yield body.brief
         for tensor, value in zip(self._programs.changed(len(self._state.lengths)), kept, strict=True):
             tensor.copy_(value)
 
-    def _bodies(self, shape: Shape) -> Iterator[tuple[DeviceRunner, Callable[[], None]]]:
-        """The programs of a shape, and whose layers they run."""
-        yield self._target, partial(self._programs.verify, shape)
+    def _bodies(self, shape: Shape) -> dict[str, Body]:
+        """The programs of a shape, by name."""
+        verify = partial(self._programs.verify, shape)
+        found = {"verify": Body(self._recorder, self._target, verify, verify)}
         if shape.gamma and self.drafting:
-            yield self._programs.draft_runner, partial(self._programs.draft, shape, self._before(shape.gamma), 2)
+            draft = partial(self._programs.draft, shape, self._before(shape.gamma))
+            found["draft"] = Body(self._recorder, self._programs.draft_runner, draft, partial(draft, 2))
+        return found
 
     def _shapes(self) -> Iterator[Shape]:
         """The largest first, so that the others find their memory there."""
@@ -341,36 +352,19 @@ class CapturedRounds:
                         if shape == self._coarse(shape) and (gamma or kind != "rejected"):
                             yield shape
 
-    def _recorded(self, shape: Shape) -> None:
-        """Record all that there is of this shape."""
-        self._recording(self._verifies, shape)
-        if shape.gamma and self.drafting:
-            self._recording(self._drafts, shape)
-
     @torch.inference_mode()
-    def _recording(self, known: dict[Shape, Recording], shape: Shape) -> Recording:
-        found = known.get(shape)
+    def _recording(self, name: str, shape: Shape) -> Recording:
+        found = self._recordings.get((name, shape))
         if found is None:
-            programs, state = self._programs, self._programs.changed(shape.rows)
-            if known is self._drafts:
-                body = partial(programs.draft, shape, self._before(shape.gamma))
-                warm = partial(self._briefly, programs.draft_runner, partial(body, 2))
-                found = self._recorder.record(body, state=state, warm=warm)
-            else:
-                body = partial(programs.verify, shape)
-                found = self._recorder.record(body, state=state, warm=partial(self._briefly, self._target, body))
-            known[shape] = found
+            body = self._bodies(shape)[name]
+            found = body.recorder.record(body.run, state=self._programs.changed(shape.rows), warm=body.brief)
+            self._recordings[name, shape] = found
         return found
 
     @property
     def runners(self) -> tuple[DeviceRunner, ...]:
         """The target, and the draft model where it is on the device."""
         return (self._target, *([self._programs.draft_runner] if self.drafting else []))
-
-    @staticmethod
-    def _briefly(runner: DeviceRunner, body: Callable[[], None]) -> None:
-        with runner.brief():
-            body()
 
 
 def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:

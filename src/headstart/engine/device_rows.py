@@ -10,13 +10,12 @@ their writes land past their own live keys, and their lengths stand still.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..machine.kvcache import Slab
 from ..maths import noise
 from ..maths.asks import PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.limits import NO_TOP_K
@@ -24,7 +23,7 @@ from ..maths.warp import History, Warp, temperature_of
 from ..types import SamplingParams, Verdict
 from .sequence import Sequence
 
-__all__ = ["PROGRAMS", "DeviceRows", "Kind", "idle_lengths", "kind_of", "served"]
+__all__ = ["PROGRAMS", "DeviceRows", "Kind", "kind_of", "served"]
 
 # Which program the rows need. *greedy*: every row is greedy and nothing is done to its logits. *rejected*: every row is
 # rejection sampled, by the token or the block rule, with temperature, top-p and min-p. *coupled*: every row is sampled
@@ -68,14 +67,6 @@ def _rejects(p: SamplingParams) -> bool:
     return not p.greedy and p.speculate and p.rule != "coupled"
 
 
-@dataclass(frozen=True)
-class _Level:
-    """What the device holds: (sequence, committed tokens) of the running rows, and the lengths of the idle ones."""
-
-    running: tuple[tuple[str, int], ...]
-    idle: tuple[tuple[int, int], ...]  # keys of the target's row and of the draft's
-
-
 class DeviceRows:
     """The table. Recordings read and write its tensors in place, so they are made once and never replaced."""
 
@@ -106,7 +97,8 @@ class DeviceRows:
         self.counts = torch.zeros(rows, width, device=device)
         self._settings: tuple[object, ...] = ()
         self._limits: tuple[int, ...] = ()
-        self._level: _Level | None = None
+        # What the device holds: (sequence, committed tokens) of the running rows, the lengths of the idle ones.
+        self._level: tuple[tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]] | None = None
         self._warps: dict[tuple[int, Kind, bool], Warp] = {}
         self._odd: set[int] = set()  # rows whose wide settings were ever sent
         self._ids = torch.arange(width, device=device)
@@ -154,16 +146,12 @@ class DeviceRows:
 
     # -- bringing it level
 
-    def level(self, sequences: Seq[Sequence], idle: Seq[tuple[int, int]]) -> bool:
-        """Does the device hold just this?"""
-        return self._level == _level(sequences, idle)
-
     def advanced(self, sequences: Seq[Sequence], verdicts: Seq[Verdict | None]) -> None:
         """A round is over, and the device has taken its tokens in by itself; the host is about to."""
         if self._level is not None:
             grown = zip(sequences, verdicts, strict=True)
             running = tuple((s.id, len(s.tokens) + (len(v.path) + 1 if v is not None else 0)) for s, v in grown)
-            self._level = replace(self._level, running=running)
+            self._level = running, self._level[1]
 
     def forget(self) -> None:
         self._level, self._settings, self._limits = None, (), ()
@@ -182,10 +170,12 @@ class DeviceRows:
         if wanted != self._limits:
             self.limits[: len(wanted)] = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
             self._limits = wanted
-        if not fresh and self.level(sequences, idle):
+        level = tuple((s.id, len(s.tokens)) for s in sequences), tuple(idle)
+        if not fresh and level == self._level:
             return
         lines = [
-            [*s.tokens[-2:], len(s.tokens) - 1, len(s.tokens) - 2, 1, s.output_length, _seed(s)] for s in sequences
+            [*s.tokens[-2:], len(s.tokens) - 1, len(s.tokens) - 2, 1, s.output_length, seed]
+            for s, seed in zip(sequences, noise.seeds([s.seed for s in sequences], "cpu").tolist(), strict=True)
         ]
         lines += [[0, 0, target, draft, 0, 0, 0] for target, draft in idle]
         table = torch.tensor(lines, dtype=torch.int64).T.contiguous().to(self.device, non_blocking=True)
@@ -195,7 +185,7 @@ class DeviceRows:
         for column, values in zip(columns, table[2:], strict=True):
             column[:rows] = values
         self._send_history(sequences)
-        self._level = _level(sequences, idle)
+        self._level = level
 
     def _send_settings(self, sequences: Seq[Sequence]) -> None:
         params, rows = [s.params for s in sequences], len(sequences)
@@ -244,16 +234,3 @@ class DeviceRows:
             cut = s.prompt_length
             found = History.of([s.tokens[:cut]], [s.tokens[cut:]], self.counts.shape[1], self.device)
             self.prompt[row], self.counts[row] = found.prompt[0], found.counts[0]
-
-
-def _seed(s: Sequence) -> int:
-    return int(noise.seeds([s.seed], "cpu").item())
-
-
-def _level(sequences: Seq[Sequence], idle: Seq[tuple[int, int]]) -> _Level:
-    return _Level(tuple((s.id, len(s.tokens)) for s in sequences), tuple(idle))
-
-
-def idle_lengths(target: Slab, draft: Slab | None, first: int, stop: int) -> list[tuple[int, int]]:
-    """Where idle rows first .. stop - 1 may be written without harm: (in the target's slab, in the draft's)."""
-    return [(target.lengths[row], draft.lengths[row] if draft is not None else 0) for row in range(first, stop)]

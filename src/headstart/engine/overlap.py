@@ -13,17 +13,17 @@ the verifying down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..machine.gpu.graphs import Recorder, Recording
-from ..machine.model_runner import DeviceRunner
+from ..drafters.draft_sampler import draw_tokens
+from ..machine.gpu.graphs import Recorder
 from ..maths import noise
-from .captured import CapturedRounds, Flight
+from .captured import Body, CapturedRounds, Flight
 from .outcome import Outcome
 from .programs import Shape
 from .sequence import Sequence
@@ -35,11 +35,6 @@ WORTH = 0.5  # the share of whole acceptances under which there is no continuati
 FADE = 0.1  # how fast old rounds are forgotten in it
 
 
-def _goes_on(shape: Shape) -> bool:
-    """Is there a continuation for rounds of this shape?"""
-    return shape.rows == 1 and shape.gamma > 0 and shape.kind != "full"
-
-
 class OverlappedRounds(CapturedRounds):
     """``CapturedRounds`` that overlap drafting and verifying wherever one sequence runs alone."""
 
@@ -48,7 +43,6 @@ class OverlappedRounds(CapturedRounds):
         cuda = self._recorder.enabled
         self._side = torch.cuda.Stream(self._target.device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
         self._side_recorder = Recorder(self._target.device, -1)  # scratch memory of its own: it runs beside the others
-        self._continuations: dict[Shape, Recording] = {}
         self._ahead = torch.zeros_like(self._programs.drafts)  # the next round's drafts
         self._ahead_q = torch.zeros_like(self._programs.q(1, max(1, self.lengths[-1])))
         self._origin = torch.zeros_like(self._state.lengths[:1])  # the row's length when this round began
@@ -58,10 +52,6 @@ class OverlappedRounds(CapturedRounds):
         self._continued: Flight | None = None  # the round that the last continuation belongs to
         self._whole = 1.0  # the recent share of drafts that were accepted whole
         self.hits = 0
-
-    @property
-    def recordings(self) -> int:
-        return super().recordings + len(self._continuations)
 
     def play(self, sequences: Seq[Sequence], gamma: int, *, ahead: Callable[[], bool]) -> Outcome:
         gamma = self._down(gamma)
@@ -88,7 +78,7 @@ class OverlappedRounds(CapturedRounds):
         shape = self._shape(sequences, gamma)
         fits = len(sequences) == 1 and sequences[0].params.speculate and gamma > 0 and shape.kind != "full"
         room = not any(self._over(s, gamma, rounds=2) for s in sequences)  # the continuation's own round
-        return fits and room and self._whole >= WORTH and not (self._sealed and shape not in self._continuations)
+        return fits and room and self._whole >= WORTH and not self._missing("continue", shape)
 
     def _read(self, flight: Flight, sequences: Seq[Sequence]) -> Outcome:
         found = super()._read(flight, sequences)
@@ -97,15 +87,12 @@ class OverlappedRounds(CapturedRounds):
             self._whole += FADE * (whole - self._whole)
         return found
 
-    def _recorded(self, shape: Shape) -> None:
-        if _goes_on(shape):
-            self._continuation(shape)
-        super()._recorded(shape)
-
-    def _bodies(self, shape: Shape) -> Iterator[tuple[DeviceRunner, Callable[[], None]]]:
-        yield from super()._bodies(shape)
-        if _goes_on(shape):
-            yield self._programs.draft_runner, partial(self._continue_beside, shape)
+    def _bodies(self, shape: Shape) -> dict[str, Body]:
+        found = super()._bodies(shape)
+        if shape.rows == 1 and shape.gamma > 0 and shape.kind != "full":
+            run = partial(self._continue, shape)
+            found["continue"] = Body(self._side_recorder, self._programs.draft_runner, run, run)
+        return found
 
     def forget(self) -> None:
         self._whole = 1.0
@@ -133,7 +120,7 @@ class OverlappedRounds(CapturedRounds):
 
     def _go_on(self, shape: Shape) -> None:
         """Start the continuation on the second stream, behind everything that was launched so far."""
-        recording = self._continuation(shape)
+        recording = self._recording("continue", shape)
         if self._side is None:
             recording.replay()
             self._guess_host.copy_(self._guess)
@@ -155,35 +142,20 @@ class OverlappedRounds(CapturedRounds):
             self._finished.synchronize()
         return int(self._guess_host)
 
-    @torch.inference_mode()
-    def _continuation(self, shape: Shape) -> Recording:
-        found = self._continuations.get(shape)
-        if found is None:
-            body = partial(self._continue_beside, shape)
-            warm = partial(self._briefly, self._programs.draft_runner, body)
-            found = self._continuations[shape] = self._side_recorder.record(body, warm=warm)
-        return found
-
-    def _continue_beside(self, shape: Shape) -> None:
-        with self._programs.draft_runner.beside():
-            self._continue(shape)
-
     def _continue(self, shape: Shape) -> None:
         """The target's bonus as the draft sees it, and the next round's draft behind it."""
         programs, s, gamma = self._programs, self._state, shape.gamma
         assert self._drafter is not None
-        runner = programs.draft_runner
         warp = s.warp(1, shape.kind, draft=True)
         at = self._origin + gamma
-        logits = self._drafter.fit(
-            runner.device_forward(programs.drafts[gamma - 1, :1, None], at, 1, shape.bound)[:, 0]
-        )
-        # The target draws its bonus with the round's residual noise, or with the position's where it is coupled.
-        rejects = s.codes[0, :1] > 0
-        base = torch.where(rejects, self._origin + 1, at + 1)
-        keys = programs.vocab_ops.keys(s.seeds[:1], base, 0, torch.where(rejects, noise.RESIDUAL, noise.COUPLED))
-        token, _ = programs.draw(logits, warp, keys)
-        torch.clamp_min(token, 0, out=self._guess)
-        programs.chain(
-            shape, self._guess[:, None], at + 1, None, range(gamma), base=at + 2, drafts=self._ahead, q=self._ahead_q
-        )
+        with programs.draft_runner.beside():
+            last = programs.drafts[gamma - 1, :1, None]
+            logits = self._drafter.fit(programs.draft_runner.device_forward(last, at, 1, shape.bound)[:, 0])
+            # The target draws its bonus with the round's residual noise, or with the position's where it is coupled.
+            rejects = s.codes[0, :1] > 0
+            base = torch.where(rejects, self._origin + 1, at + 1)
+            keys = programs.vocab_ops.keys(s.seeds[:1], base, 0, torch.where(rejects, noise.RESIDUAL, noise.COUPLED))
+            token, _ = draw_tokens(logits, warp, keys, vocab_ops=programs.vocab_ops)
+            torch.clamp_min(token, 0, out=self._guess)
+            fed, drafts, q = self._guess[:, None], self._ahead, self._ahead_q
+            programs.chain(shape, fed, at + 1, None, range(gamma), base=at + 2, drafts=drafts, q=q)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ..drafters.base import DeviceDrafter
 from ..drafters.draft_sampler import draft_keys, draw_tokens
+from ..machine.gpu import available, vocab_ops_of
 from ..machine.model_runner import DeviceRunner
 from ..maths.distribution import probabilities
-from ..maths.noise import Keys
 from ..maths.tree import Topology
 from ..maths.verify import Verdicts, coupled_rule
-from ..maths.vocab_ops import PLAIN, VocabOps
-from ..maths.warp import History, Warp
+from ..maths.warp import History
 from ..sampling import MAX_LOGPROBS
 from ..types import Draw
 from .device_rows import DeviceRows, Kind
@@ -58,12 +57,10 @@ class Programs:
         target: DeviceRunner,
         drafter: DeviceDrafter | None,
         most: int,
-        vocab_ops: VocabOps = PLAIN,
-        *,
-        in_one: bool = False,
     ) -> None:
-        """``most``: the longest draft. ``in_one``: a round's end is one kernel."""
-        self.state, self.vocab_ops, self._in_one = state, vocab_ops, in_one
+        """``most``: the longest draft."""
+        self.state, self.vocab_ops = state, vocab_ops_of(state.device)
+        self._in_one = state.device.type == "cuda" and available() is None  # a round's end is one kernel
         self._target, self._drafter = target, drafter
         rows, device = len(state.lengths), state.device
         self.most = most
@@ -148,23 +145,12 @@ class Programs:
             logits = self._drafter.fit(runner.device_forward(before, slots[line], 1, shape.bound)[:, 0])
             mine = None if keys is None else (keys[0][line], keys[1][line])
             place = q[:, i]
-            drawn, row_q = self.draw(logits, warp, mine, history, place)
+            drawn, row_q = draw_tokens(logits, warp, mine, history=history, vocab_ops=self.vocab_ops, into=place)
             torch.clamp_min(drawn, 0, out=drafts[i, :rows])
             if row_q is not None and row_q is not place:
                 place.copy_(row_q)
             if history is not None:
                 history.add(drawn)
-
-    def draw(
-        self,
-        logits: Tensor,
-        warp: Warp,
-        keys: Keys | None,
-        history: History | None = None,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See ``drafters.draft_sampler.draw_tokens``."""
-        return draw_tokens(logits, warp, keys, history=history, vocab_ops=self.vocab_ops, into=into)
 
     # -- verifying
 

@@ -12,7 +12,6 @@ import torch
 
 from ..config import DraftConfig
 from ..drafters.base import Drafter
-from ..machine.gpu import available, vocab_ops_of
 from ..machine.model_runner import DeviceRunner, ModelRunner
 from ..types import Tell
 from .captured import CapturedRounds, draft_lengths
@@ -47,11 +46,8 @@ def open_captured(
     lengths = draft_lengths(config.most, fixed=fixed, few=slow) if drafter is not None else (0,)
     overlap = config.overlap if config.overlap is not None else fixed and not slow
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
-    vocab_ops = vocab_ops_of(target.device)
     with torch.cuda.device(target.device):
-        rounds = kind(
-            target, model, vocab_size=vocab_size, lengths=lengths, vocab_ops=vocab_ops, in_one=available() is None
-        )
+        rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths)
         return rounds if _recorded(rounds, name, tell, compiled=not slow) else None
 
 
@@ -104,23 +100,16 @@ def rehearse(rounds: CapturedRounds) -> None:
 def _rehearse_reading(runner: DeviceRunner, most: int) -> None:
     """Prompts of every class of kernels, alone and together. ``most``: logits of so many tokens of a prompt are wanted,
     because guesses from the host may come with its end, and are judged in the forward that reads it."""
-    for width in _PREFILLS:
-        _read_zeros(runner, width)
-    for rows in sorted({min(rows, runner.slab.rows) for rows in _TOGETHER}):
-        _read_together(runner, rows)
-    for keep in _KEPT:
-        if keep <= most:
-            _read_zeros(runner, _PREFILLS[1], keep)
-
-
-def _read_zeros(runner: DeviceRunner, width: int, keep: int = 1) -> None:
-    tokens = torch.zeros(1, min(width, runner.slab.capacity), dtype=torch.int64, device=runner.device)
-    runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
-
-
-def _read_together(runner: DeviceRunner, rows: int) -> None:
-    """The first prompt by itself is too long for the kernels that decode."""
-    before = runner.slab.lengths[:rows]
-    runner.read([(row, [0] * (1 if row else min(_PREFILLS[0], runner.max_len))) for row in range(rows)])
-    for row, length in enumerate(before):
-        runner.slab.truncate(row, length)
+    slab = runner.slab
+    for width, keep in [
+        *((width, 1) for width in _PREFILLS),
+        *((_PREFILLS[1], keep) for keep in _KEPT if keep <= most),
+    ]:
+        tokens = torch.zeros(1, min(width, slab.capacity), dtype=torch.int64, device=runner.device)
+        runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
+    for rows in sorted({min(rows, slab.rows) for rows in _TOGETHER}):
+        before = slab.lengths[:rows]
+        # The first prompt by itself is too long for the kernels that decode.
+        runner.read([(row, [0] * (1 if row else min(_PREFILLS[0], runner.max_len))) for row in range(rows)])
+        for row, length in enumerate(before):
+            slab.truncate(row, length)
