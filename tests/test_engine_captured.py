@@ -29,7 +29,6 @@ from headstart.engine.captured import CapturedRounds, draft_lengths
 from headstart.engine.engine import Engine
 from headstart.engine.overlap import OverlappedRounds
 from headstart.engine.programs import Shape
-from headstart.machine.gpu.graphs import Recording
 from headstart.machine.runner import EagerRunner
 from headstart.maths.chance import CounterChance
 from headstart.maths.distribution import probabilities
@@ -111,7 +110,7 @@ def watch(made: Engine) -> list[Shape]:
 
     for name, shape in rounds._recordings:
         if name == "verify":
-            rounds._recordings[name, shape] = Recording(partial(counted, shape), None)
+            rounds._recordings[name, shape] = partial(counted, shape)
     return played
 
 

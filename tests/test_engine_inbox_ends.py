@@ -177,7 +177,7 @@ def test_wherever_the_thread_that_steps_is_struck_nobody_waits_for_ever() -> Non
 def test_wherever_a_submitting_thread_is_struck_nothing_is_left() -> None:
     engine = made()
     inbox = Inbox(engine)
-    within = ("inbox", "stream", "engine/engine", "reception", "scheduler")
+    within = ("inbox", "stream", "engine/engine", "engine/handle", "scheduler")
     gc.collect()
     gc.freeze()  # each collection below is then quick
     with Interrupt(within=within) as whole:

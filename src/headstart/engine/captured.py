@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import DeviceDrafter
-from ..machine.gpu.graphs import Recorder, Recording
+from ..machine.gpu.graphs import Recorder
 from ..machine.model_runner import DeviceRunner
 from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, kind_of
@@ -86,7 +86,7 @@ class CapturedRounds:
         self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
         self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]))
         self._recorder = Recorder(target.device)
-        self._recordings: dict[tuple[str, Shape], Recording] = {}  # by the names of ``_bodies``
+        self._recordings: dict[tuple[str, Shape], Callable[[], None]] = {}  # by the names of ``_bodies``
         self._flight: Flight | None = None
         self._caught_up = 0.0  # seconds of the last catching up, until a launch takes them along
         self._sealed = False
@@ -168,15 +168,6 @@ class CapturedRounds:
         bound = next((b for b in self._bounds if b >= longest), self._bounds[-1])
         return self._coarse(Shape(rows, gamma, kind_of(sequences, drafted=gamma > 0), bound))
 
-    def _before(self, gamma: int) -> int:
-        """The draft length that comes before this one. A draft is recorded in parts, each from one length to the next:
-        recording all lengths then takes no longer than recording the longest."""
-        return max((n for n in self.lengths if n < gamma), default=0)
-
-    def _parts(self, shape: Shape) -> list[Shape]:
-        """The recordings that make a whole draft, one after another."""
-        return [replace(shape, gamma=n) for n in self.lengths if 0 < n <= shape.gamma]
-
     def _coarse(self, shape: Shape) -> Shape:
         """Programs that are seldom wanted are recorded for the largest bound only."""
         seldom = shape.kind == "full" or (shape.kind == "coupled" and shape.gamma > 0)
@@ -243,16 +234,16 @@ class CapturedRounds:
         ``beside``: called between drafting and verifying.
         """
         shape = self._shape(sequences, gamma)
-        drafting = given is None and anew
-        drafts = [self._recording("draft", part) for part in self._parts(shape)] if drafting else []
+        lengths = [n for n in self.lengths if 0 < n <= gamma] if given is None and anew else []
+        drafts = [self._recording("draft", replace(shape, gamma=n)) for n in lengths]
         verify = self._recording("verify", shape)
         started = self._mark()
         for draft in drafts:
-            draft.replay()
+            draft()
         if beside is not None:
             beside()
         drafted = self._mark()
-        verify.replay()
+        verify()
         host, logprobs = self._fetch(shape, any(s.params.logprobs is not None for s in sequences))
         marks = started, drafted, self._mark()
         limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
@@ -309,16 +300,14 @@ class CapturedRounds:
 
     # -- recording
 
-    def warm_up(self, report: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, report: Callable[[int, int], object] = lambda done, of: None) -> None:
         """Record everything there is, so that nothing is recorded while serving. ``report``: (done, of how many)."""
         shapes = list(self._shapes())
         for done, shape in enumerate(shapes):
-            if report is not None:
-                report(done, len(shapes))
+            report(done, len(shapes))
             for name in self._bodies(shape):
                 self._recording(name, shape)
-        if report is not None:
-            report(len(shapes), len(shapes))
+        report(len(shapes), len(shapes))
         self._sealed = True
 
     def rehearsed(self) -> Iterator[Callable[[], None]]:
@@ -338,7 +327,10 @@ class CapturedRounds:
         verify = partial(self._programs.verify, shape)
         found = {"verify": Body(self._recorder, self._target, verify, verify)}
         if shape.gamma and self.drafting:
-            draft = partial(self._programs.draft, shape, self._before(shape.gamma))
+            # A draft is recorded in parts, each from one length to the next: recording all lengths then takes no longer
+            # than recording the longest.
+            before = max((n for n in self.lengths if n < shape.gamma), default=0)
+            draft = partial(self._programs.draft, shape, before)
             found["draft"] = Body(self._recorder, self._programs.draft_runner, draft, partial(draft, 2))
         return found
 
@@ -353,7 +345,7 @@ class CapturedRounds:
                             yield shape
 
     @torch.inference_mode()
-    def _recording(self, name: str, shape: Shape) -> Recording:
+    def _recording(self, name: str, shape: Shape) -> Callable[[], None]:
         found = self._recordings.get((name, shape))
         if found is None:
             body = self._bodies(shape)[name]

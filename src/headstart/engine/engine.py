@@ -29,10 +29,9 @@ from ..machine.model_runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
 from .context import RoundContext
-from .handle import Handle
+from .handle import Handle, Reception
 from .listeners import Listeners
 from .players import players
-from .reception import Reception
 from .round import drain, play, read
 from .scheduler import Scheduler
 from .sequence import Sequence, TextSink
@@ -299,7 +298,10 @@ class Engine:
                 rounds = drain(self.parts, self.players, sequences)  # launched before the end was noticed
         except Exception as error:
             self._forget_rounds()
-            self._fail(sequences, error)
+            log.error("a forward failed; %d sequences end with an error", len(sequences), exc_info=error)
+            for sequence in sequences:
+                sequence.end("error", f"{type(error).__name__}: {error}")
+                self._retire(sequence)
             return False
         for sequence in sequences:
             if sequence.finished:
@@ -309,12 +311,6 @@ class Engine:
     def _forget_rounds(self) -> None:
         for player in self.players:
             player.forget()
-
-    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
-        log.error("a forward failed; %d sequences end with an error", len(sequences), exc_info=error)
-        for sequence in sequences:
-            sequence.end("error", f"{type(error).__name__}: {error}")
-            self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.retire(sequence)

@@ -1,21 +1,24 @@
-"""One submitted request, as its caller sees it.
+"""What comes in: is it fit to run? And what its caller sees of it from then on.
 
-Knows: the request's choices and their pieces. Does not know: how they are computed. Safe to read from any thread.
+Knows: the limits of the model, how a request becomes sequences, and their pieces. Does not know: who runs, when, or how
+anything is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from ..errors import GenerationFailed, HeadstartError
+from ..errors import GenerationFailed, HeadstartError, InvalidParameter
 from ..types import Completion, Piece, Request
-from .sequence import Sequence
+from .sequence import Sequence, TextSink
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "Reception"]
 
 
 class Handle:
-    """One submitted request, for its caller."""
+    """One submitted request, for its caller. Safe to read from any thread."""
 
     def __init__(self, request: Request, sequences: list[Sequence], running: Mapping[str, Handle]) -> None:
         """``running``: the engine's requests by id. A handle is done when it was there, and is there no longer."""
@@ -58,3 +61,44 @@ class Handle:
         for sequence in self.sequences:
             if sequence.finish_reason == "error":
                 raise GenerationFailed(f"request {self.request.id}: {sequence.error}")
+
+
+@dataclass(frozen=True)
+class Reception:
+    """Checks requests and makes their handles."""
+
+    vocab_size: int
+    max_len: int
+    eos: tuple[int, ...]
+    text: Callable[[Request], TextSink] | None  # makes the detokeniser of a request; None for ids only
+
+    def check(self, request: Request) -> None:
+        """Raise if the request can never run. Nothing is allocated."""
+        if not request.prompt:
+            raise InvalidParameter("prompt", "must hold at least one token")
+        for name, ids in (("prompt", request.prompt), ("prediction", request.prediction)):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                raise InvalidParameter(name, f"holds token ids outside the vocabulary of {self.vocab_size}")
+        request.params.check_vocabulary(self.vocab_size)
+        if request.params.stop and self.text is None:
+            raise InvalidParameter(
+                "stop", "needs a tokenizer, and this model was given without one: use stop_token_ids"
+            )
+        request.longest(self.max_len)
+
+    def handle(self, request: Request, running: Mapping[str, Handle]) -> Handle:
+        """The request's handle, with a sequence for each choice; ``running``: see ``Handle``."""
+        self.check(request)
+        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+        sequences = [
+            Sequence(
+                request,
+                index,
+                seed,
+                eos=self.eos,
+                text=self.text(request) if self.text is not None else None,
+                limit=request.longest(self.max_len),
+            )
+            for index in range(request.params.n)
+        ]
+        return Handle(request, sequences, running)

@@ -29,7 +29,6 @@ from .sequence import Sequence
 
 __all__ = [
     "Batch",
-    "Group",
     "VerdictInputs",
     "by_rule",
     "decide",
@@ -41,8 +40,6 @@ __all__ = [
     "logprobs_along",
     "targets_of",
 ]
-
-Group = Rule
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabO
 
 def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """Rows of the same rule together, in tensors, by ``maths.verify``: what every other decider is held against."""
-    groups: dict[Group, list[int]] = {}
+    groups: dict[Rule, list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         groups.setdefault(group_of(sequence, drafted=proposal is not None), []).append(row)
     verdicts: list[Verdict | None] = [None] * len(batch.sequences)
@@ -153,7 +150,7 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops
     return found
 
 
-def group_of(sequence: Sequence, *, drafted: bool) -> Group:
+def group_of(sequence: Sequence, *, drafted: bool) -> Rule:
     """By which rule the sequence's next round is judged."""
     if sequence.params.greedy:
         return "greedy"
@@ -163,7 +160,7 @@ def group_of(sequence: Sequence, *, drafted: bool) -> Group:
 
 
 def _judge_group(
-    group: Group, logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps
+    group: Rule, logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps
 ) -> list[Verdict | None]:
     device = logits.device
     sequences = batch.sequences
@@ -187,7 +184,12 @@ def _judge_group(
         kinds=[proposal.draw if proposal is not None else "point" for proposal in batch.proposals],
     )
     verdicts = decide(group, logits, inputs)
-    return _to_host(verdicts, batch)
+    columns = [verdicts.accepted[:, None], verdicts.token[:, None], verdicts.ok[:, None], verdicts.path]
+    lines = torch.cat([column.to(torch.int64) for column in columns], dim=1).tolist()  # one transfer for all
+    return [
+        Verdict.on(proposal, [node - 1 for node in nodes[:accepted]], token) if ok else None
+        for (accepted, token, ok, *nodes), proposal in zip(lines, batch.proposals, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class VerdictInputs:
         return CounterChance(self.seeds, self.base, self.topology.width, self.vocab_ops)
 
 
-def decide(group: Group, logits: torch.Tensor, given: VerdictInputs) -> Verdicts:
+def decide(group: Rule, logits: torch.Tensor, given: VerdictInputs) -> Verdicts:
     """The target's word on every row of one group. Nothing here waits for the device."""
     if group == "greedy" or group == "coupled":
         return coupled_rule(targets_of(group, logits, given), given.tokens, given.topology)
@@ -269,16 +271,6 @@ def _stack_q(batch: Batch, width: int) -> torch.Tensor | None:
     for row, row_q in given:
         q[row, : row_q.shape[0]] = row_q
     return q
-
-
-def _to_host(verdicts: Verdicts, batch: Batch) -> list[Verdict | None]:
-    """One transfer for the whole batch."""
-    columns = [verdicts.accepted[:, None], verdicts.token[:, None], verdicts.ok[:, None], verdicts.path]
-    lines = torch.cat([column.to(torch.int64) for column in columns], dim=1).tolist()
-    return [
-        Verdict.on(proposal, [node - 1 for node in nodes[:accepted]], token) if ok else None
-        for (accepted, token, ok, *nodes), proposal in zip(lines, batch.proposals, strict=True)
-    ]
 
 
 def logprobs_along(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Generic, TypeVar
+from typing import Any
 
 from ..types import Round
 from .handle import Handle
@@ -18,42 +18,15 @@ __all__ = ["Listeners"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-class _Kind(Generic[T]):
-    """All who are told of one kind of event. They may come and go from any thread, at any time."""
-
-    def __init__(self, *first: Callable[[T], object]) -> None:
-        self._all = list(first)
-
-    def tell(self, what: T) -> None:
-        for listener in tuple(self._all):
-            try:
-                listener(what)
-            except Exception:
-                log.warning("a listener failed and is told nothing any more: %r", listener, exc_info=True)
-                self._remove(listener)
-
-    def until(self, closed: ExitStack, listener: Callable[[T], object] | None) -> None:
-        """Tell this one, too, until ``closed`` is."""
-        if listener is not None:
-            self._all.append(listener)
-            closed.callback(self._remove, listener)
-
-    def _remove(self, listener: Callable[[T], object]) -> None:
-        with suppress(ValueError):  # it raised, and is gone already
-            self._all.remove(listener)
-
 
 class Listeners:
-    """Told by the thread that steps, in the middle of a step: they must be quick, and must not wait for the engine."""
+    """Told by the thread that steps, in the middle of a step: they must be quick, and must not wait for the engine.
+    They may come and go from any thread, at any time."""
 
     def __init__(self, *rounds: Callable[[list[Round]], object]) -> None:
-        self._rounds = _Kind(*rounds)
-        self._begun: _Kind[Handle] = _Kind()
-        self._ended: _Kind[Handle] = _Kind()
-        self.rounds = self._rounds.tell  # the records of one round, one for each of its sequences
+        self._rounds: list[Callable[[Any], object]] = [*rounds]
+        self._begun: list[Callable[[Any], object]] = []
+        self._ended: list[Callable[[Any], object]] = []
 
     def listen(
         self,
@@ -64,18 +37,37 @@ class Listeners:
     ) -> ExitStack:
         """Tell these, too, until what comes back is closed (it is a context manager)."""
         heard = ExitStack()
-        self._rounds.until(heard, rounds)
-        self._begun.until(heard, begun)
-        self._ended.until(heard, ended)
+        for those, listener in ((self._rounds, rounds), (self._begun, begun), (self._ended, ended)):
+            if listener is not None:
+                those.append(listener)
+                heard.callback(_remove, those, listener)
         return heard
+
+    def rounds(self, rounds: list[Round]) -> None:
+        """The records of one round, one for each of its sequences."""
+        _tell(self._rounds, rounds)
 
     def begun(self, handle: Handle) -> None:
         """Its prompt is about to be read. Fine to say more than once."""
         if not handle.begun:
             handle.begun = True
-            self._begun.tell(handle)
+            _tell(self._begun, handle)
 
     def ended(self, handle: Handle) -> None:
         """Nothing more will come. One that never had a row begins and ends here."""
         self.begun(handle)
-        self._ended.tell(handle)
+        _tell(self._ended, handle)
+
+
+def _tell(those: list[Callable[[Any], object]], what: object) -> None:
+    for listener in tuple(those):
+        try:
+            listener(what)
+        except Exception:
+            log.warning("a listener failed and is told nothing any more: %r", listener, exc_info=True)
+            _remove(those, listener)
+
+
+def _remove(those: list[Callable[[Any], object]], listener: Callable[[Any], object]) -> None:
+    with suppress(ValueError):  # it raised, and is gone already
+        those.remove(listener)

@@ -122,12 +122,12 @@ class OverlappedRounds(CapturedRounds):
         """Start the continuation on the second stream, behind everything that was launched so far."""
         recording = self._recording("continue", shape)
         if self._side is None:
-            recording.replay()
+            recording()
             self._guess_host.copy_(self._guess)
             return
         self._side.wait_stream(torch.cuda.current_stream(self._target.device))
         with torch.cuda.stream(self._side):
-            recording.replay()
+            recording()
             self._guess_host.copy_(self._guess, non_blocking=True)
             self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._finished.record(self._side)

@@ -53,13 +53,19 @@ def _checked(p: object, budget: int, width: int, device: torch.device, sound_q: 
     if not count:
         return None  # a guess of nothing is no guess
     if count > budget:
-        raise BadProposal(f"it proposed {_count(p.tokens, count)} tokens where at most {budget} were asked for")
+        said = len(p.tokens) if isinstance(p.tokens, Sized) else f"{count} or more"
+        raise BadProposal(f"it proposed {said} tokens where at most {budget} were asked for")
     if min(tokens) < 0 or max(tokens) >= width:
         wrong = next(token for token in tokens if not 0 <= token < width)
         raise BadProposal(f"it proposed token {wrong}, which is outside of the vocabulary of {width}")
     parents = _whole(p.parents, "parents", count + 1)
+    if len(parents) != count:
+        raise BadProposal(f"it proposed {count} tokens with {len(parents)} parents")
     if parents != tuple(range(-1, count - 1)):
-        _check_tree(parents, count)
+        for child, parent in enumerate(parents):
+            if not -1 <= parent < child:
+                rule = "a parent stands before its child, or is -1"
+                raise BadProposal(f"its token {child} names parent {parent}; {rule}")
     (strength,) = _whole((p.strength,), "strength", 1)
     if strength < 0:
         raise BadProposal(f"its strength is {strength}; 0 is the least")
@@ -85,18 +91,6 @@ def _whole(values: Any, name: str, most: int) -> tuple[int, ...]:
         except TypeError:  # a tensor of fractions, or of several numbers
             raise BadProposal(f"its {name} hold {value!r}, which is no whole number") from None
     return tuple(found)
-
-
-def _count(values: Any, read: int) -> str:
-    return str(len(values)) if isinstance(values, Sized) else f"{read} or more"
-
-
-def _check_tree(parents: tuple[int, ...], count: int) -> None:
-    if len(parents) != count:
-        raise BadProposal(f"it proposed {count} tokens with {len(parents)} parents")
-    for child, parent in enumerate(parents):
-        if not -1 <= parent < child:
-            raise BadProposal(f"its token {child} names parent {parent}; a parent stands before its child, or is -1")
 
 
 def _checked_q(

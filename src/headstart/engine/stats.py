@@ -5,6 +5,7 @@ Knows: how to add rounds up. Does not know: where they come from.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -12,11 +13,6 @@ from typing import Any
 from ..types import Accepting, Round, Stats
 
 __all__ = ["EngineStats", "Tally"]
-
-_NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("drafted", "accepted", "rounds", "tokens", "decode_tokens"), 0),
-    **dict.fromkeys(("decode_seconds", "draft_seconds", "verify_seconds"), 0.0),
-}
 
 
 class Tally:
@@ -29,7 +25,7 @@ class Tally:
         self._started: float | None = None
         self._first: float | None = None  # when the first token was there
         self._last = 0.0
-        self._sums = dict(_NOTHING)  # by the names of ``Stats``
+        self._sums: dict[str, Any] = defaultdict(int)  # by the names of ``Stats``
 
     def start(self) -> None:
         """The first prefill begins now. A sequence that is read in again keeps its beginning."""

@@ -43,7 +43,7 @@ def _discard(engine: Engine, handles: list[Handle]) -> None:
         engine.discard(handle)
 
 
-class Stream:
+class Stream(Iterator[Piece]):
     """The pieces of one answer, as they come. Closing or dropping it early aborts the request and frees its row."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -63,9 +63,6 @@ class Stream:
     def done(self) -> bool:
         """Has the request ended? There may still be pieces to read."""
         return self._handle.done
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
 
     def __next__(self) -> Piece:
         if self._closed:

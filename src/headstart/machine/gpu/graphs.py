@@ -14,21 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-__all__ = ["Recorder", "Recording"]
-
-
-class Recording:
-    """One recorded function. It works on tensors that were there before it was recorded."""
-
-    def __init__(self, body: Callable[[], None], graph: torch.cuda.CUDAGraph | None) -> None:
-        self._body = body
-        self._graph = graph
-
-    def replay(self) -> None:
-        if self._graph is None:
-            self._body()
-        else:
-            self._graph.replay()
+__all__ = ["Recorder"]
 
 
 class Recorder:
@@ -44,13 +30,14 @@ class Recorder:
 
     def record(
         self, body: Callable[[], None], *, state: Sequence[Tensor] = (), warm: Callable[[], None] | None = None
-    ) -> Recording:
-        """Record ``body``, which must not look at a tensor's value. ``state``: what it changes; it is put back.
+    ) -> Callable[[], None]:
+        """Record ``body``, which must not look at a tensor's value, and works on tensors that live as long as what
+        comes back: to be called, it does the same. ``state``: what it changes; it is put back.
 
         ``warm``: a shorter run that launches every kernel the body launches; without it the body itself is run once.
         """
         if not self.enabled:
-            return Recording(body, None)
+            return body
         kept = [tensor.clone() for tensor in state]
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -61,7 +48,7 @@ class Recorder:
             self._stream.synchronize()
             graph = self._capture(body)
         current.wait_stream(self._stream)
-        return Recording(body, graph)
+        return graph.replay
 
     def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Not ``torch.cuda.graph``: that collects garbage and empties the allocator each time, which takes longer."""
