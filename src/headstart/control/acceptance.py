@@ -84,7 +84,8 @@ class Acceptance:
             for ahead, hit in enumerate(outcomes):
                 key = _grown(strength, ahead)
                 if key not in own:
-                    own[key] = _Hits(self.rate(key), min(self._weight(key), self.OWN_WEIGHT))
+                    tries = self._shared_hits(key).tries + _DEEPER_WEIGHT * (key < PAID)  # that ``rate`` rests on
+                    own[key] = _Hits(self.rate(key), min(tries, self.OWN_WEIGHT))
                 own[key].add(hit, self.OWN_FADE)
                 self._shared_hits(key).add(hit, self.FADE)
         self._rates.clear()
@@ -117,10 +118,6 @@ class Acceptance:
         by_level = self.chances(sequence_id, strength, max(depths) + 1)
         nodes = Counter(depths)
         return [by_level[depth] / nodes[depth] for depth in depths]
-
-    def _weight(self, strength: int) -> float:
-        """Tries that ``rate`` rests on."""
-        return self._shared_hits(strength).tries + _DEEPER_WEIGHT * (strength < PAID)
 
     def _rate(self, own: dict[int, _Hits], strength: int) -> float:
         found = own.get(strength)

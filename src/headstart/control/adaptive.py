@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..maths.cost import best_length, break_even, round_tokens, tau
+from ..maths.cost import best_length, break_even, round_tokens, slope, tau
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import CatchUp, Costs, DraftSeconds
@@ -149,7 +149,12 @@ class AdaptiveController:
         if first.prefill:  # a forward that also carried prompt tokens says little about a round's cost
             self._costs.read(sum(r.prefill + r.width for r in rounds), first.verify_seconds or first.round_seconds)
         else:
-            self._measure(first, rounds, drafted)
+            # All but the drafting: judging and committing a longer draft takes longer, too.
+            # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
+            seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
+            self._costs.add(first.rows, first.width, seconds - first.draft_seconds * drafted)
+            self._pace.append((sum(r.emitted for r in rounds), seconds))
+            self._rows = first.rows
         self._drafting.tick()
         if paid:
             self._time_draft(first, paid)
@@ -200,14 +205,6 @@ class AdaptiveController:
         return str(self._figures) if self._figures is not None else None
 
     # -- learning
-
-    def _measure(self, first: Round, rounds: Sequence[Round], drafted: bool) -> None:
-        # All but the drafting: judging and committing a longer draft takes longer, too.
-        # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
-        seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
-        self._costs.add(first.rows, first.width, seconds - first.draft_seconds * drafted)
-        self._pace.append((sum(r.emitted for r in rounds), seconds))
-        self._rows = first.rows
 
     def _time_draft(self, first: Round, paid: Sequence[Round]) -> None:
         # A drafter that was not asked for a while may read what it missed inside its first draft: no draft step.
@@ -310,4 +307,4 @@ class AdaptiveController:
         if not table or not self._pace:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
-        return max(emitted / seconds, self._rows / table[0][1]), self._costs.slope(self._rows)
+        return max(emitted / seconds, self._rows / table[0][1]), max(0.0, slope(table))

@@ -156,10 +156,6 @@ class Costs:
             return found
         return [s if w in known else max(plain, s * self.UNSEEN) for w, s in enumerate(found, 1)]
 
-    def slope(self, rows: int) -> float:
-        """Seconds that each token more takes."""
-        return max(0.0, slope(self.table(rows)))
-
     def _supposed(self, rows: int, plain: float) -> float:
         """Seconds that a wider round takes for each token more a row: as when prompts are read, else by its shape: more
         rows are nearer to where a forward is bound by arithmetic."""

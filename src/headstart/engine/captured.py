@@ -27,6 +27,7 @@ from ..machine.gpu.graphs import Recorder
 from ..machine.model_runner import DeviceRunner
 from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, kind_of
+from .judge import token_logprobs
 from .outcome import DraftFailed, Outcome
 from .programs import Logprobs, Programs, Shape
 from .sequence import Sequence
@@ -213,7 +214,7 @@ class CapturedRounds:
         self._programs.drafts[:width, : len(proposals)] = drafts
         if shape.kind == "greedy" or not width:
             return
-        q = self._programs.q(shape.rows, width)
+        q = self._programs.q[: shape.rows, :width]
         q.zero_()
         q[: len(proposals)].scatter_(2, drafts.T[:, :, None], 1.0)
         for row, proposal in enumerate(proposals):
@@ -280,15 +281,15 @@ class CapturedRounds:
             draft_seconds, verify_seconds = (b - a for a, b in pairwise(flight.marks))
         proposals: list[Proposal | None] = []
         verdicts: list[Verdict | None] = []
-        logprobs: list[list[TokenLogprob]] = []
+        logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
         for i, limit in enumerate(flight.limits):
             accepted, token, ok, *drafted = flight.host[i].tolist()
             proposals.append(Proposal.chain(drafted[:limit]) if limit else None)
             verdicts.append(Verdict.on(proposals[-1], range(accepted), token) if ok else None)
             wanted = sequences[i].params.logprobs
-            emitted = [*drafted[:accepted], token]
-            asked = flight.logprobs is not None and wanted is not None
-            logprobs.append(_logprobs(flight.logprobs, i, emitted, wanted or 0) if asked else [])  # type: ignore[arg-type]
+            if flight.logprobs is not None and wanted is not None:
+                chosen, best, ids = (part[i, : accepted + 1].tolist() for part in flight.logprobs)
+                logprobs[i] = token_logprobs([*drafted[:accepted], token], chosen, best, ids, wanted)
         self._state.advanced(sequences, verdicts)
         if flight.drafted and self._drafter is not None:
             for s, proposal, verdict in zip(sequences, proposals, verdicts, strict=True):
@@ -357,10 +358,3 @@ class CapturedRounds:
     def runners(self) -> tuple[DeviceRunner, ...]:
         """The target, and the draft model where it is on the device."""
         return (self._target, *([self._programs.draft_runner] if self.drafting else []))
-
-
-def _logprobs(found: Logprobs, row: int, tokens: Seq[int], top: int) -> list[TokenLogprob]:
-    chosen, best, ids = (part[row, : len(tokens)].tolist() for part in found)
-    lines = zip(tokens, chosen, best, ids, strict=True)
-    found_top = (dict(zip(names[:top], most[:top], strict=True)) for _, _, most, names in lines)
-    return [TokenLogprob(token, value, most) for token, value, most in zip(tokens, chosen, found_top, strict=True)]

@@ -29,7 +29,6 @@ class RoundContext:
     drafter: Drafter | None
     controller: Controller
     vocab_size: int  # ids at and past this are never emitted
-    max_len: int
     max_gamma: int = MAX_GAMMA
     captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
     inactive: str | None = None  # why there is no speculation, for people

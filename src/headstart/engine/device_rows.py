@@ -93,6 +93,7 @@ class DeviceRows:
         self.real = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], device=device).repeat(rows, 1).T.contiguous()
         self.bias = torch.zeros(rows, width, device=device)
         self.endings = torch.zeros(rows, width, dtype=torch.bool, device=device)  # ids that min_tokens holds back
+        # The tokens that penalties count, kept up to date by the rounds themselves.
         self.prompt = torch.zeros(rows, width, dtype=torch.bool, device=device)
         self.counts = torch.zeros(rows, width, device=device)
         self._settings: tuple[object, ...] = ()
@@ -139,10 +140,6 @@ class DeviceRows:
             frequency=self.real[4, :rows],
             presence=self.real[5, :rows],
         )
-
-    def history(self, rows: int) -> History:
-        """The tokens that penalties count, kept up to date by the rounds themselves."""
-        return History(self.prompt[:rows], self.counts[:rows])
 
     # -- bringing it level
 

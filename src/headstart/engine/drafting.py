@@ -25,10 +25,6 @@ class Drafted:
     seconds: float = 0.0
     catch_up_seconds: float = 0.0  # before that: reading what the drafter lacked
 
-    def __bool__(self) -> bool:
-        """Is there anything to verify?"""
-        return any(proposal is not None for proposal in self.proposals)
-
 
 class HostDrafts:
     """Guesses for the coming round. Players may ask more than once: the same text is guessed about only once."""
@@ -51,7 +47,7 @@ class HostDrafts:
         if parts.drafter is None:
             return False
         if parts.drafter.free:
-            return bool(self.ask(rows))
+            return any(proposal is not None for proposal in self.ask(rows).proposals)
         limits = [_limit(parts, sequence) for sequence in rows.sequences]
         return any(limits) and any(parts.controller.budgets(rows.sequences, limits))
 
@@ -97,4 +93,4 @@ def _limit(parts: RoundContext, sequence: Sequence) -> int:
     """The most tokens worth drafting: a round emits one more than it drafts, and all must fit."""
     if not sequence.params.speculate:
         return 0
-    return max(0, min(sequence.remaining, parts.max_len - len(sequence.tokens)) - 1)
+    return max(0, min(sequence.remaining, parts.runner.max_len - len(sequence.tokens)) - 1)

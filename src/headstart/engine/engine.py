@@ -87,9 +87,8 @@ class Engine:
         self.config = config
         self.max_len = runner.max_len
         self.stats = EngineStats()
-        self.parts = RoundContext(
-            runner, drafter, controller, min(vocab_size, runner.vocab_size), self.max_len, max_gamma, captured
-        )
+        known = min(vocab_size, runner.vocab_size)
+        self.parts = RoundContext(runner, drafter, controller, known, max_gamma, captured)
         self.players = players(self.parts)
         self._slab = runner.slab
         self._scheduler = Scheduler(self._slab, config.max_waiting)

@@ -39,6 +39,7 @@ __all__ = [
     "likeliest",
     "logprobs_along",
     "targets_of",
+    "token_logprobs",
 ]
 
 
@@ -281,10 +282,16 @@ def logprobs_along(
     logits [N+1, V] of one row.
     """
     chosen = logits[list(nodes), :vocab_size].float().log_softmax(-1)
-    values = chosen.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    best = chosen.topk(min(top, vocab_size), dim=-1) if top else None
-    found = []
-    for i, (token, value) in enumerate(zip(tokens, values, strict=True)):
-        most = dict(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)) if best is not None else {}
-        found.append(TokenLogprob(token, value, most))
-    return found
+    values = chosen.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    best = chosen.topk(min(top, vocab_size), dim=-1)
+    return token_logprobs(tokens, values.tolist(), best.values.tolist(), best.indices.tolist(), top)
+
+
+def token_logprobs(
+    tokens: Seq[int], values: Seq[float], best: Seq[Seq[float]], ids: Seq[Seq[int]], top: int
+) -> list[TokenLogprob]:
+    """The log-probability of each token, and of the ``top`` most likely ones at its place."""
+    return [
+        TokenLogprob(token, value, dict(zip(names[:top], most[:top], strict=True)))
+        for token, value, most, names in zip(tokens, values, best, ids, strict=True)
+    ]

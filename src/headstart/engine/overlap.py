@@ -44,7 +44,7 @@ class OverlappedRounds(CapturedRounds):
         self._side = torch.cuda.Stream(self._target.device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
         self._side_recorder = Recorder(self._target.device, -1)  # scratch memory of its own: it runs beside the others
         self._ahead = torch.zeros_like(self._programs.drafts)  # the next round's drafts
-        self._ahead_q = torch.zeros_like(self._programs.q(1, max(1, self.lengths[-1])))
+        self._ahead_q = torch.zeros_like(self._programs.q[:1])
         self._origin = torch.zeros_like(self._state.lengths[:1])  # the row's length when this round began
         self._guess = torch.zeros_like(self._origin)
         self._guess_host = torch.zeros(1, dtype=torch.int64, pin_memory=cuda)
@@ -112,7 +112,7 @@ class OverlappedRounds(CapturedRounds):
         if not anew:
             self._programs.drafts[:gamma, :1] = self._ahead[:gamma, :1]
             if shape.kind != "greedy":
-                self._programs.q(1, gamma).copy_(self._ahead_q[:, :gamma])
+                self._programs.q[:1, :gamma].copy_(self._ahead_q[:, :gamma])
         self._origin.copy_(self._state.lengths[:1])
         flight = self._launch(sequences, gamma, anew=anew, beside=partial(self._go_on, shape))
         self._continued = flight

@@ -65,7 +65,7 @@ class Programs:
         rows, device = len(state.lengths), state.device
         self.most = most
         self.drafts = torch.zeros(most, rows + rows % 2, dtype=torch.int64, device=device)  # a step's stand together
-        self._q = torch.zeros(rows, most, target.vocab_size, device=device)
+        self.q = torch.zeros(rows, most, target.vocab_size, device=device)  # what each draft was drawn from
         self.result = torch.zeros(rows, most + 3, dtype=torch.int64, device=device)  # accepted, token, ok, drafted
         top = min(MAX_LOGPROBS, state.vocab_size)
         self.logprobs = Logprobs(
@@ -84,10 +84,6 @@ class Programs:
     def draft_runner(self) -> DeviceRunner:
         assert self._drafter is not None
         return self._drafter.device_runner
-
-    def q(self, rows: int, gamma: int) -> Tensor:
-        """[R, N, V], the place for the draft's distributions."""
-        return self._q[:rows, :gamma]
 
     def changed(self, rows: int) -> list[Tensor]:
         """What a program changes of the state, for whoever must put it back."""
@@ -109,7 +105,7 @@ class Programs:
         # The token before the last is fed again: after full acceptance the draft has not seen it.
         fed, at = s.last[:rows], s.draft_lengths[:rows]
         steps = range(first, shape.gamma if most is None else min(shape.gamma, first + most))
-        q = self.q(rows, shape.gamma)
+        q = self.q[:rows, : shape.gamma]
         self.chain(shape, fed, at, history, steps, base=s.lengths[:rows] + 1, drafts=self.drafts, q=q)
 
     def chain(
@@ -139,7 +135,7 @@ class Programs:
         if shape.kind != "greedy":
             places = torch.arange(steps.start, steps.stop, device=s.device)
             words = draft_keys(s.seeds[:rows], base, s.codes[0, :rows] == 0, places, self.vocab_ops)
-            keys = tuple(_aligned(word.T) for word in words)
+            keys = tuple(_lines(len(steps), rows, s.device, word.dtype).copy_(word.T) for word in words)
         for line, i in enumerate(steps):
             before = drafts[i - 1, :rows, None] if i else self._drafter.readable(fed)
             logits = self._drafter.fit(runner.device_forward(before, slots[line], 1, shape.bound)[:, 0])
@@ -211,11 +207,11 @@ class Programs:
             tokens,
             self._chain(shape) if follows else self._topology(shape),
             outputs=s.outputs[:rows],
-            history=s.history(rows) if shape.kind == "full" else None,
+            history=History(s.prompt[:rows], s.counts[:rows]) if shape.kind == "full" else None,
             seeds=s.seeds[:rows],
             base=s.lengths[:rows] if shape.kind == "greedy" else s.lengths[:rows] + 1,  # greedy: not looked at
             vocab_ops=self.vocab_ops,
-            q=None if follows else self.q(rows, shape.gamma),
+            q=None if follows else self.q[:rows, : shape.gamma],
             kinds=kinds,
         )
 
@@ -224,7 +220,7 @@ class Programs:
         s, rows = self.state, shape.rows
         if shape.kind == "rejected" and self.vocab_ops.rejected is not None:
             base = s.lengths[:rows] + 1  # before p, so that nothing stands between the kernels that start early
-            warp, q = s.warp(rows, shape.kind, draft=False), self.q(rows, shape.gamma)
+            warp, q = s.warp(rows, shape.kind, draft=False), self.q[:rows, : shape.gamma]
             p = probabilities(logits, warp, outputs=s.outputs[:rows], vocab_ops=self.vocab_ops)
             return self.vocab_ops.rejected(p, q, tokens, s.limits[:rows], s.codes[1, :rows], s.seeds[:rows], base)
         rejects, block = (s.codes[:, :rows] > 0).unbind(0)
@@ -255,8 +251,3 @@ def _triple(found: Verdicts) -> tuple[Tensor, Tensor, Tensor]:
 def _lines(count: int, width: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """[N, R] with every line at a multiple of 16 bytes: Triton compiles a kernel anew for each alignment it meets."""
     return torch.empty(count, -(-width // 4) * 4, device=device, dtype=dtype)[:, :width]
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x [N, R] with lines as ``_lines`` makes them."""
-    return _lines(x.shape[0], x.shape[1], x.device, x.dtype).copy_(x)
