@@ -85,14 +85,13 @@ class Engine:
         by_torch = not runner.own_threads or (drafter is not None and drafter.needs_torch)
         self._torch_threads = config.threads if by_torch else 1
         self.config = config
-        self.max_len = runner.max_len
         self.stats = EngineStats()
         known = min(vocab_size, runner.vocab_size)
         self.parts = RoundContext(runner, drafter, controller, known, max_gamma, captured)
         self.players = players(self.parts)
         self._slab = runner.slab
         self._scheduler = Scheduler(self._slab, config.max_waiting)
-        self._reception = Reception(self.parts.vocab_size, self.max_len, tuple(eos), text)
+        self._reception = Reception(known, runner.max_len, tuple(eos), text)
         self._handles: dict[str, Handle] = {}
         self._tell = Listeners(self.stats.add, controller.observe)
         self.listen = self._tell.listen
@@ -190,7 +189,7 @@ class Engine:
         self._check_process()
 
         def step() -> None:
-            self._advance()
+            self._whole(self._step)
             if not done() and self.idle:
                 raise GenerationFailed("the engine has nothing left to do, and does not know this request")
 
@@ -219,10 +218,7 @@ class Engine:
     def step(self) -> None:
         """Read in some prompt, then give every running sequence a round."""
         self._check_process()
-        self._turns.alone(self._advance)
-
-    def _advance(self) -> None:
-        self._whole(self._step)
+        self._turns.alone(lambda: self._whole(self._step))
 
     def _whole(self, work: Callable[[], None]) -> None:
         """Do something that moves rows. If it is interrupted, the next one starts with a clean engine."""

@@ -27,10 +27,6 @@ _KEPT = (9, 17)  # and logits of so many tokens of a prompt, more than one
 _TOGETHER = (1, 2, 3, 9, 17, 33)  # parts of prompts read in one forward: the head's kernels differ
 
 
-class _Stopped(Exception):
-    """Whoever was told raised something, which is no fault of the model's."""
-
-
 def open_captured(
     runner: ModelRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell, *, name: str
 ) -> CapturedRounds | None:
@@ -52,21 +48,22 @@ def open_captured(
 
 
 def _recorded(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) -> bool:
-    def say(text: str) -> None:
-        try:
-            tell(text)
-        except Exception as error:
-            raise _Stopped from error
+    started, telling = perf_counter(), False
 
-    started = perf_counter()
+    def say(text: str) -> None:
+        nonlocal telling
+        telling = True  # what is raised then is no fault of the model's
+        tell(text)
+        telling = False
+
     try:
         if compiled:
             say("compiling kernels")
             _compile(rounds)
         rounds.warm_up(lambda done, total: say(f"recording rounds ({done} of {total})"))
-    except _Stopped as stopped:
-        raise stopped.__cause__ or stopped from None
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
+        if telling:
+            raise
         log.warning("rounds are played step by step: %s cannot be recorded (%s)", name, error)
         return False
     log.info("recorded %d programs in %.1f s", rounds.recordings, perf_counter() - started)

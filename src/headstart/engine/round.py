@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
-from ..types import Round, Verdict
+from ..types import Round
 from .context import RoundContext
 from .judge import Batch
 from .outcome import DraftFailed, Outcome, Rows, emitted
@@ -118,7 +118,8 @@ def _records(parts: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], 
             verify_seconds=outcome.verify_seconds,
             catch_up_seconds=outcome.catch_up_seconds,
             round_seconds=seconds,
-            outcomes=_outcomes(verdict) if proposal is not None and verdict is not None else (),
+            # Level by level: did one of the guesses hold? Only up to and with the first level where none did.
+            outcomes=(True,) * len(path) + (False,) * (verdict is not None and verdict.origin == "correction"),
             strength=proposal.strength if proposal is not None else 0,
             drafter=drafter,
             paid=proposal is not None and proposal.paid,
@@ -127,8 +128,3 @@ def _records(parts: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], 
             sequence.tally.add(record)
             rounds.append(record)
     return rounds
-
-
-def _outcomes(verdict: Verdict) -> tuple[bool, ...]:
-    """Level by level: did one of the guesses hold? Only up to and with the first level where none did."""
-    return (True,) * len(verdict.path) + (False,) * (verdict.origin == "correction")
