@@ -138,7 +138,7 @@ class CapturedRounds:
         return self._read(flight, sequences)
 
     def judge(self, sequences: Seq[Sequence], proposals: Seq[Proposal | None]) -> Outcome | None:
-        """A round whose drafts were made elsewhere; None where it does not fit."""
+        """A round whose drafts were made elsewhere; None where it does not fit. Only their tokens come back."""
         longest = max((len(p) for p in proposals if p is not None), default=0)
         gamma = next((n for n in self.lengths if n >= longest), None)
         if gamma is None or any(p is not None and not p.is_chain for p in proposals):
@@ -149,9 +149,7 @@ class CapturedRounds:
         limits = [len(p) if p is not None else 0 for p in proposals]
         self._settle(sequences, drafting=False, limits=limits)
         self._send(proposals, shape)
-        flight = self._launch(sequences, gamma, given=limits)
-        found = self._read(flight, sequences)
-        return replace(found, proposals=list(proposals))
+        return self._read(self._launch(sequences, gamma, given=limits), sequences)
 
     def forget(self) -> None:
         """After a failure: nothing on the device can be trusted to be level."""

@@ -48,7 +48,7 @@ class HostDrafts:
             return False
         if parts.drafter.free:
             return any(proposal is not None for proposal in self.ask(rows).proposals)
-        limits = [_limit(parts, sequence) for sequence in rows.sequences]
+        limits = _limits(rows.sequences)
         return any(limits) and any(parts.controller.budgets(rows.sequences, limits))
 
     def take(self, rows: Rows) -> Drafted:
@@ -64,7 +64,7 @@ class HostDrafts:
 def _draft(parts: RoundContext, sequences: list[Sequence]) -> Drafted:
     """A drafter that fails, or proposes nonsense, is dropped for good: the text goes on without it."""
     nothing: list[Proposal | None] = [None] * len(sequences)
-    limits = [_limit(parts, sequence) for sequence in sequences]
+    limits = _limits(sequences)
     if parts.drafter is None or not any(limits):
         return Drafted(nothing)
     try:
@@ -89,8 +89,6 @@ def _draft(parts: RoundContext, sequences: list[Sequence]) -> Drafted:
         return Drafted(nothing)
 
 
-def _limit(parts: RoundContext, sequence: Sequence) -> int:
+def _limits(sequences: list[Sequence]) -> list[int]:
     """The most tokens worth drafting: a round emits one more than it drafts, and all must fit."""
-    if not sequence.params.speculate:
-        return 0
-    return max(0, min(sequence.remaining, parts.runner.max_len - len(sequence.tokens)) - 1)
+    return [max(0, s.remaining - 1) if s.params.speculate else 0 for s in sequences]

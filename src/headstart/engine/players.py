@@ -149,7 +149,8 @@ class DraftedOnHost(Player):
         found = self._rounds.judge(rows.sequences, drafted.proposals)
         if found is None:
             return self._step.verify(rows, drafted)
-        return replace(found, draft_seconds=drafted.seconds, catch_up_seconds=drafted.catch_up_seconds)
+        proposals, seconds, catch_up = drafted.proposals, drafted.seconds, drafted.catch_up_seconds
+        return replace(found, proposals=proposals, draft_seconds=seconds, catch_up_seconds=catch_up)
 
 
 def waited_for(logits: torch.Tensor) -> torch.Tensor:
