@@ -29,7 +29,7 @@ from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, kind_of
 from .judge import token_logprobs
 from .outcome import DraftFailed, Outcome
-from .programs import Logprobs, Programs, Shape
+from .programs import Programs, Shape
 from .sequence import Sequence
 
 __all__ = ["Body", "CapturedRounds", "Flight", "draft_lengths"]
@@ -52,8 +52,7 @@ class Flight:
     """A launched round whose result was not read yet."""
 
     shape: Shape
-    host: Tensor
-    logprobs: Logprobs | None
+    host: list[Tensor]  # the result and, where they are wanted, the three of ``Logprobs``
     keys: tuple[str, ...]
     limits: tuple[int, ...]
     marks: tuple[Any, Any, Any]  # when it was launched, drafted, verified (``_mark``)
@@ -94,12 +93,8 @@ class CapturedRounds:
         self._bounds = (*(b for b in target.BOUNDS if b < slab.capacity), slab.capacity)
         self._buckets = (*(1 << i for i in range(16) if 1 << i < slab.rows), slab.rows)
         # Two that take turns, since two rounds can be under way.
-        pinned = partial(torch.zeros, pin_memory=self._recorder.enabled)
-        shape = self._programs.result.shape
-        self._hosts = [pinned(shape, dtype=torch.int64) for _ in "ab"]
-        self._host_logprobs = [
-            Logprobs(*(pinned(part.shape, dtype=part.dtype) for part in self._programs.logprobs)) for _ in "ab"
-        ]
+        told, pinned = (self._programs.result, *self._programs.logprobs), self._recorder.enabled
+        self._hosts = [[torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for t in told] for _ in "ab"]
 
     # -- what the round asks
 
@@ -243,12 +238,12 @@ class CapturedRounds:
             beside()
         drafted = self._mark()
         verify()
-        host, logprobs = self._fetch(shape, any(s.params.logprobs is not None for s in sequences))
+        host = self._fetch(shape, any(s.params.logprobs is not None for s in sequences))
         marks = started, drafted, self._mark()
         limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
         behind, self._caught_up = self._caught_up, 0.0
         ids = tuple(s.id for s in sequences)
-        return Flight(shape, host, logprobs, ids, limits, marks, given is None, behind)
+        return Flight(shape, host, ids, limits, marks, given is None, behind)
 
     def _mark(self) -> Any:
         """A moment of the device's clock: an event; of the host's, in seconds, where the host does the work."""
@@ -258,17 +253,14 @@ class CapturedRounds:
         mark.record()
         return mark
 
-    def _fetch(self, shape: Shape, logprobs: bool) -> tuple[Tensor, Logprobs | None]:
+    def _fetch(self, shape: Shape, logprobs: bool) -> list[Tensor]:
         """Start copying the result to the host."""
         self._hosts.reverse()
-        host = self._hosts[0][: shape.rows]
-        host.copy_(self._programs.result[: shape.rows], non_blocking=True)
-        if not logprobs:
-            return host, None
-        self._host_logprobs.reverse()
-        for here, there in zip(self._host_logprobs[0], self._programs.logprobs, strict=True):
+        told = (self._programs.result, *(self._programs.logprobs if logprobs else ()))
+        host = self._hosts[0][: len(told)]
+        for here, there in zip(host, told, strict=True):
             here[: shape.rows].copy_(there[: shape.rows], non_blocking=True)
-        return host, self._host_logprobs[0]
+        return host
 
     def _read(self, flight: Flight, sequences: Seq[Sequence]) -> Outcome:
         assert flight.keys == tuple(s.id for s in sequences), "rows changed while a round was in flight"
@@ -280,13 +272,14 @@ class CapturedRounds:
         proposals: list[Proposal | None] = []
         verdicts: list[Verdict | None] = []
         logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
+        result, *columns = flight.host
         for i, limit in enumerate(flight.limits):
-            accepted, token, ok, *drafted = flight.host[i].tolist()
+            accepted, token, ok, *drafted = result[i].tolist()
             proposals.append(Proposal.chain(drafted[:limit]) if limit else None)
             verdicts.append(Verdict.on(proposals[-1], range(accepted), token) if ok else None)
             wanted = sequences[i].params.logprobs
-            if flight.logprobs is not None and wanted is not None:
-                chosen, best, ids = (part[i, : accepted + 1].tolist() for part in flight.logprobs)
+            if columns and wanted is not None:
+                chosen, best, ids = (column[i, : accepted + 1].tolist() for column in columns)
                 logprobs[i] = token_logprobs([*drafted[:accepted], token], chosen, best, ids, wanted)
         self._state.advanced(sequences, verdicts)
         if flight.drafted and self._drafter is not None:

@@ -51,13 +51,7 @@ class Logprobs(NamedTuple):
 class Programs:
     """The two programs of any shape, and the buffers they share."""
 
-    def __init__(
-        self,
-        state: DeviceRows,
-        target: DeviceRunner,
-        drafter: DeviceDrafter | None,
-        most: int,
-    ) -> None:
+    def __init__(self, state: DeviceRows, target: DeviceRunner, drafter: DeviceDrafter | None, most: int) -> None:
         """``most``: the longest draft."""
         self.state, self.vocab_ops = state, vocab_ops_of(state.device)
         self._in_one = state.device.type == "cuda" and available() is None  # a round's end is one kernel
