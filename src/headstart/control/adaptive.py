@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..maths.cost import best_length, break_even, round_tokens, slope, tau
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
-from .costs import CatchUp, Costs, DraftSeconds
+from .costs import Costs, DraftSeconds, low
 from .probes import Probes
 
 __all__ = ["AdaptiveController"]
@@ -60,6 +60,7 @@ class AdaptiveController:
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBTED = 3.0  # a first draft that took more times what it should is not believed
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
+    CHUNK = 512  # tokens that a drafter which catches up reads at once, in two draft steps and what each token takes
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
         self.max_gamma = max_gamma
@@ -75,7 +76,7 @@ class AdaptiveController:
         self._lengths = tuple(lengths) if lengths is not None else self._lengths
         self._costs = Costs()
         self._drafting = DraftSeconds()
-        self._catch_up = CatchUp()
+        self._caught_up: deque[float] = deque(maxlen=5)  # what catching up took, over what it was supposed to take
         self._acceptance = Acceptance()
         self._probes = Probes()
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
@@ -215,8 +216,8 @@ class AdaptiveController:
         level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
         if level or first.catch_up_seconds:
             self._drafting.add(longest, seconds / self._costs.level, first.rows)
-        if self._missing:
-            self._catch_up.add(first.catch_up_seconds, self._reading(first.rows))
+        if (supposed := self._reading(first.rows)) > 0:
+            self._caught_up.append(first.catch_up_seconds / supposed)
 
     def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
         """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock."""
@@ -246,11 +247,13 @@ class AdaptiveController:
         return 0.0, (self._cost_ratio or self.SUPPOSED) * table[0][1] if table else 0.0
 
     def _reading(self, rows: int) -> float:
-        """Seconds that the drafter is supposed to take to read what it missed; more or less as it turns out."""
+        """Seconds that the drafter is supposed to take to read what it missed, by what a draft step and the target's
+        own reading take; more or less as it turns out (``_caught_up``)."""
         table, (start, step) = self._costs.table(rows), self._line(rows)
         if not table or not self._missing:
             return 0.0
-        return self._catch_up.supposed(self._missing, start + step, self._costs.token * (start + step) / table[0][1])
+        token = self._costs.token * (start + step) / table[0][1]
+        return -(-self._missing // self.CHUNK) * 2 * (start + step) + token * self._missing
 
     def _choose(self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], start: float, step: float) -> int:
         """The draft length that gives the most tokens a second over all rows, or a probe, or 0."""
@@ -266,7 +269,7 @@ class AdaptiveController:
         # A draft that fails as a whole must not lose more than there is: where little is known, drafts are short.
         room = max(times[1], times[0] * (1 + self._probes.room))
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
-        reading = self._reading(rows) * self._catch_up.correction
+        reading = self._reading(rows) * (low(self._caught_up) if self._caught_up else 1.0)
         once = reading + 2 * self._costs.switch * (not self._drafted)
         left = sum(self._left(view) for view in views)
         # What it read once and missed since was its own doing, and is paid out of what may be lost.

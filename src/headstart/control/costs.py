@@ -1,4 +1,4 @@
-"""What a round costs by its rows and width, a draft by its length, and catching up: measured as it goes.
+"""What a round costs by its rows and width, and a draft by its length: measured as it goes.
 
 Knows: seconds of the last rounds and drafts. Does not know: who drafts, or whether it holds; how lines are read off
 measurements (``maths.cost``).
@@ -12,7 +12,7 @@ from statistics import median
 
 from ..maths.cost import Point, by_width, slope, start_and_step
 
-__all__ = ["CatchUp", "Costs", "DraftSeconds"]
+__all__ = ["Costs", "DraftSeconds", "low"]
 
 LIFETIME = 200  # rounds after which a measurement is forgotten, so that one of a bad moment rules nothing out for good
 
@@ -245,25 +245,3 @@ class DraftSeconds:
             # A slow moment moves nothing, and a rare length counts for little.
             self._lines[found] = start_and_step([(n, low(times), len(times)) for n, times in by_length.items()])
         return self._lines[found]
-
-
-class CatchUp:
-    """What it takes a drafter to read tokens that it missed: supposed from what a draft step and the target's own
-    reading take, corrected by what was seen."""
-
-    CHUNK = 512  # tokens that are read at once, in about two draft steps and what each token takes
-
-    def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=5)
-
-    def add(self, seconds: float, supposed: float) -> None:
-        if supposed > 0:
-            self._seen.append(seconds / supposed)
-
-    def supposed(self, tokens: int, step: float, token: float) -> float:
-        """``step``: seconds of a draft step; ``token``: of each token that the drafter reads."""
-        return -(-tokens // self.CHUNK) * 2 * step + token * tokens
-
-    @property
-    def correction(self) -> float:
-        return low(self._seen) if self._seen else 1.0
