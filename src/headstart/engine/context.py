@@ -59,13 +59,6 @@ class RoundContext:
             except Exception as error:
                 self.drop_drafter(error)
 
-    def learn_anew(self) -> None:
-        """The controller forgets all it learnt, as if it had just met the drafter."""
-        drafter = self.drafter
-        self.controller.meet(
-            free=drafter is not None and drafter.free, ends_itself=drafter is not None and drafter.ends_itself
-        )
-
 
 def _said(error: BaseException) -> str:
     """What an exception says of itself; its kind where that is nothing."""

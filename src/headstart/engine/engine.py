@@ -182,7 +182,9 @@ class Engine:
         if not self.idle:
             raise EngineBusy(f"{len(self._handles)} requests run or wait: a cold start needs an engine without any")
         self._whole(self._recover)
-        self.parts.learn_anew()
+        drafter = self.parts.drafter
+        free, ends_itself = (drafter.free, drafter.ends_itself) if drafter is not None else (False, False)
+        self.parts.controller.meet(free=free, ends_itself=ends_itself)  # as if for the first time
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until ``done()``, or sleep until then while another thread steps. Any thread may ask ``done``."""
