@@ -82,7 +82,7 @@ class Bench:
         return self._shared
 
     def startup(self) -> dict[str, Any]:
-        """From two folders of weights to an engine with everything recorded, in a process of its own, twice.
+        """From two folders of weights to an engine with everything captured, in a process of its own, twice.
 
         The first time nothing is compiled, if Triton's cache was empty; the files were just written, so they are read
         from memory and not from a disk.
@@ -127,7 +127,7 @@ class Bench:
         return speed(self.llm("lookup", "auto"), self.ids)
 
     def modules(self, gamma: int) -> dict[str, Any]:
-        """The same model through Hugging Face's own modules, recorded: what a model without fused kernels gets."""
+        """The same model through Hugging Face's own modules, captured: what a model without fused kernels gets."""
         available, gpu.available = gpu.available, lambda: "switched off for this part"
         try:
             llm = self.llm(self.small, gamma)

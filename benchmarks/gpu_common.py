@@ -94,7 +94,7 @@ def speed(
     clock, compiled = Clock(), Compiled()
     listening = llm.listen(clock)
     rounds = llm.engine.parts.captured
-    recorded = rounds.recordings if rounds is not None else 0
+    captured = rounds.captured_programs if rounds is not None else 0
     started = time.perf_counter()
     for at in range(0, len(ids), batch):
         llm.generate(ids[at : at + batch], SamplingParams(max_tokens=tokens, seed=at, **settings))
@@ -126,7 +126,7 @@ def speed(
         "verify_ms": 1e3 * mean([r.verify_seconds for r in firsts]),
         "draft_step_ms": 1e3 * mean([r.draft_seconds / r.drafted for r in firsts if r.drafted]) if drafted else None,
         "neither_forward": 1 - forward / sum(seconds),
-        "recorded_while_serving": (rounds.recordings - recorded) if rounds is not None else None,
+        "recorded_while_serving": (rounds.captured_programs - captured) if rounds is not None else None,
         "compiled_while_serving": compiled.count,
     }
 

@@ -17,7 +17,7 @@ RATES = {
     "HF assisted, 8": ("hf_assisted_8",),
     "HF prompt lookup": ("hf_prompt_lookup",),
     "HF static + compile": ("hf_static_compiled",),
-    "HF modules, recorded": ("modules", "plain"),
+    "HF modules, captured": ("modules", "plain"),
     "HF modules, draft 8": ("modules", "speculative_8"),
     "plain": ("plain",),
     "lookup": ("lookup",),

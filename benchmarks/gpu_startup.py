@@ -18,7 +18,7 @@ from collections.abc import Callable  # noqa: E402
 from typing import Any  # noqa: E402
 
 from headstart import LLM, SamplingParams  # noqa: E402
-from headstart.engine import recording as recording  # noqa: E402
+from headstart.engine import warm_up  # noqa: E402
 from headstart.engine.captured import CapturedRounds  # noqa: E402
 from headstart.machine.gpu.compile import precompile  # noqa: E402
 from headstart.machine.load import open  # noqa: E402
@@ -30,7 +30,7 @@ class Phases:
     def __init__(self) -> None:
         self._places = {
             "loading": (open, "load"),
-            "rehearsing_and_compiling": (recording, "_compile"),
+            "rehearsing_and_compiling": (warm_up, "_compile"),
             "compiling": (precompile, "_compile"),
             "workers": (precompile._Helper, "finish"),
             "recording": (CapturedRounds, "warm_up"),
@@ -98,7 +98,7 @@ def main() -> None:
         "seconds_importing": imported,
         "phases": phases.told(),
         "compiled_before": compiled_before,
-        "recordings": rounds.recordings if rounds is not None else 0,
+        "recordings": rounds.captured_programs if rounds is not None else 0,
         "tokens": len(answer.token_ids),
         "rows": args.rows,
         "max_model_len": args.length,

@@ -30,7 +30,7 @@ def table(vocabulary: int, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
 
 
 class DeviceTable(TableRunner):
-    """A table that rounds on the device can be played with. What is recorded never comes back to Python, so it runs
+    """A table that rounds on the device can be played with. What is captured never comes back to Python, so it runs
     whatever a test does to ``forward``."""
 
     def device_forward(self, tokens: Any, lengths: Any, keep: int, bound: int) -> Any:

@@ -1,6 +1,6 @@
-"""Rounds on the device, played here without recording: the same program, the same books, the same tokens.
+"""Rounds on the device, played here without capturing: the same program, the same books, the same tokens.
 
-The recordings themselves are tested on a GPU (tests marked ``gpu``); what is recorded is what runs here.
+The graphs themselves are tested on a GPU (tests marked ``gpu``); what is captured is what runs here.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def run(made: Engine, params: list[SamplingParams]) -> list[tuple[int, ...]]:
 def complete(made: Engine, params: list[SamplingParams]) -> list[Completion]:
     rounds = made.parts.captured
     assert rounds is not None
-    before = rounds.recordings
+    before = rounds.captured_programs
     handles = [made.submit(Request(str(i), tuple(p), s)) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))]
     while not made.idle:
         made.step()
         check_slab(made.parts.runner.slab)
     assert not rounds.in_flight
-    assert rounds.recordings == before  # nothing is recorded while serving
+    assert rounds.captured_programs == before  # nothing is captured while serving
     return [handle.completion() for handle in handles]
 
 
@@ -108,9 +108,9 @@ def watch(made: Engine) -> list[Shape]:
         played.append(shape)
         verify(shape)
 
-    for name, shape in rounds._recordings:
+    for name, shape in rounds._captured:
         if name == "verify":
-            rounds._recordings[name, shape] = partial(counted, shape)
+            rounds._captured[name, shape] = partial(counted, shape)
     return played
 
 
@@ -243,12 +243,12 @@ def test_drafts_from_the_host(plain: LLM) -> None:
     "params", [SETTINGS["greedy"], SETTINGS["coupled"], SamplingParams(seed=4, max_tokens=20, verification="block")]
 )
 def test_a_heads_guesses_are_judged_on_the_device_too(params: SamplingParams) -> None:
-    """The features that the head reads are written by the recorded forward."""
+    """The features that the head reads are written by the captured forward."""
     found = []
-    for recorded in (False, True):
+    for captured in (False, True):
         runner = EagerRunner(head_target(), rows=3, max_len=96, margin=40)
         drafter = HeadDrafter(head(), runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0)
-        rounds = CapturedRounds(runner, None, vocab_size=TINY_VOCABULARY, lengths=(0, 1, 2, 4)) if recorded else None
+        rounds = CapturedRounds(runner, None, vocab_size=TINY_VOCABULARY, lengths=(0, 1, 2, 4)) if captured else None
         config = EngineConfig(max_rows=3)
         made = Engine(
             runner, drafter, FixedController(3), config, vocab_size=TINY_VOCABULARY, captured=rounds, max_gamma=4
@@ -257,7 +257,7 @@ def test_a_heads_guesses_are_judged_on_the_device_too(params: SamplingParams) ->
         while not made.idle:
             made.step()
         assert made.stats.accepted > 5
-        assert rounds is None or rounds.recordings > 0
+        assert rounds is None or rounds.captured_programs > 0
         found.append(([h.completion().token_ids for h in handles], made.stats.accepted))
     assert found[0] == found[1]
 
@@ -337,12 +337,12 @@ def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int, monkeypatch: py
     assert asked["drawn"] > 10
 
 
-def test_which_draft_lengths_are_recorded() -> None:
+def test_which_draft_lengths_are_captured() -> None:
     assert draft_lengths(8, fixed=True) == (0, 8)
     assert draft_lengths(5, fixed=False) == (0, 1, 2, 3, 4, 5)
     assert draft_lengths(10, fixed=False, few=True) == (0, 1, 3, 6, 10)
 
 
-def test_without_a_gpu_nothing_is_recorded() -> None:
+def test_without_a_gpu_nothing_is_captured() -> None:
     llm = LLM(tiny_model("llama"), noisy(tiny_model("llama")), max_model_len=96, check=False)
     assert llm.engine.parts.captured is None

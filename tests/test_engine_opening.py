@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headstart import LLM, ModelNotFound
-from headstart.engine import recording as recording
+from headstart.engine import warm_up
 from headstart.machine import gpu
 from headstart.machine.gpu.compile import precompile
 from headstart.machine.load import open
@@ -66,9 +66,9 @@ def test_every_load_says_so_before_it_begins(monkeypatch: pytest.MonkeyPatch, tm
 
 
 class Rounds:
-    """Rounds to be recorded, of which the second cannot be if ``broken``."""
+    """Rounds to be captured, of which the second cannot be if ``broken``."""
 
-    recordings = 2
+    captured_programs = 2
 
     def __init__(self, *, broken: bool = False) -> None:
         self._broken = broken
@@ -80,17 +80,17 @@ class Rounds:
         report(2, 2)
 
 
-def test_recording_tells_how_far_it_is() -> None:
+def test_capturing_tells_how_far_it_is() -> None:
     told: list[str] = []
-    assert recording._recorded(Rounds(), "Some", told.append, compiled=False)  # type: ignore[arg-type]
-    assert told == ["recording rounds (0 of 2)", "recording rounds (2 of 2)"]
+    assert warm_up._captured(Rounds(), "Some", told.append, compiled=False)  # type: ignore[arg-type]
+    assert told == ["capturing rounds (0 of 2)", "capturing rounds (2 of 2)"]
 
 
-def test_what_cannot_be_recorded_is_played_step_by_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_captured_is_played_step_by_step(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         rounds: Any = Rounds(broken=True)
-        assert not recording._recorded(rounds, "Some", lambda text: None, compiled=False)
-    assert "Some cannot be recorded (it looks at its tensors on the host)" in caplog.text
+        assert not warm_up._captured(rounds, "Some", lambda text: None, compiled=False)
+    assert "Some cannot be captured (it looks at its tensors on the host)" in caplog.text
 
 
 def test_whoever_is_told_can_stop_it() -> None:
@@ -99,7 +99,7 @@ def test_whoever_is_told_can_stop_it() -> None:
 
     rounds: Any = Rounds()
     with pytest.raises(KeyError, match="enough"):
-        recording._recorded(rounds, "Some", tell, compiled=False)
+        warm_up._captured(rounds, "Some", tell, compiled=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

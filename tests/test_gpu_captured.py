@@ -1,4 +1,4 @@
-"""Recorded rounds on a GPU: the same tokens as the eager runner in float32, and the target's law when sampling."""
+"""Captured rounds on a GPU: the same tokens as the eager runner in float32, and the target's law when sampling."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def eager(target: Any, params: list[SamplingParams]) -> list[tuple[int, ...]]:
 
 
 def serve(target: Any, draft: Any, params: list[SamplingParams], rows: int, **settings: Any) -> tuple[Any, LLM]:
-    """The answers, and the LLM that gave them: all from recordings that were made at load."""
+    """The answers, and the LLM that gave them: all from rounds that were captured at load."""
     told: list[str] = []
     llm = LLM(target, draft, max_rows=rows, max_model_len=128, check=False, progress=told.append, **settings)
     rounds = llm.engine.parts.captured
     assert rounds is not None
-    count = told[-1].split()[-1]  # recording rounds (5 of 5)
-    assert told[-1] == f"recording rounds ({count[:-1]} of {count}"
-    before = rounds.recordings
+    count = told[-1].split()[-1]  # capturing rounds (5 of 5)
+    assert told[-1] == f"capturing rounds ({count[:-1]} of {count}"
+    before = rounds.captured_programs
     assert before > 5
     answers = [a.token_ids for a in llm.generate(PROMPTS, params)]
-    assert rounds.recordings == before  # nothing is recorded while serving
+    assert rounds.captured_programs == before  # nothing is captured while serving
     return answers, llm
 
 
@@ -97,7 +97,7 @@ def test_float32_equality_with_the_eager_runner(architecture: str, temperature: 
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "gpt-neox", "cohere2"])
-def test_models_on_their_own_modules_are_recorded_too(architecture: str) -> None:
+def test_models_on_their_own_modules_are_captured_too(architecture: str) -> None:
     """Sliding windows and learned positions, with masks made from lengths that only the device knows."""
     target, draft = pair(architecture, {})
     params = [SamplingParams(temperature=0, max_tokens=20 + 5 * i, ignore_eos=True) for i in range(5)]
@@ -107,7 +107,7 @@ def test_models_on_their_own_modules_are_recorded_too(architecture: str) -> None
     assert llm.stats.accepted > 10
 
 
-def test_a_model_that_cannot_be_recorded_is_served_step_by_step() -> None:
+def test_a_model_that_cannot_be_captured_is_served_step_by_step() -> None:
     target, draft = pair("mixtral", {})
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 5
     llm = LLM(target, draft, gamma=3, max_rows=4, max_model_len=128, check=False)
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_recorded_is_served_step_by_step() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_everything_a_request_can_ask_for(rows: int) -> None:
-    """Penalties, bias, min_tokens, log-probabilities and switched-off speculation, all in the same recording."""
+    """Penalties, bias, min_tokens, log-probabilities and switched-off speculation, all in the same captured round."""
     target, draft = pair("llama", DEEP)
     answers, llm = serve(target, draft, EVERYTHING, rows, gamma=3)
     assert answers == eager(target, EVERYTHING)
@@ -157,7 +157,7 @@ def test_lookup_is_judged_on_the_device() -> None:
     assert llm.stats.accepted > 10
 
 
-def test_a_head_reads_what_the_recordings_keep(tmp_path: Path) -> None:
+def test_a_head_reads_what_captured_rounds_keep(tmp_path: Path) -> None:
     """An untrained head: its guesses are noise, but it is asked, and the tokens are the target's own."""
     target, _ = pair("llama")
     c = target.config
@@ -184,7 +184,7 @@ def test_a_head_reads_what_the_recordings_keep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("warp", [{"top_k": 3}, {"top_p": 0.45}], ids=["top_k", "top_p"])
-def test_the_recorded_sampler_follows_the_target(rule: str, warp: dict[str, Any]) -> None:
+def test_the_captured_sampler_follows_the_target(rule: str, warp: dict[str, Any]) -> None:
     """The joint law of three tokens, against the target's own probabilities."""
     target, draft = pair("llama")
     prompt, samples = [5, 6, 7, 8], 1200

@@ -1,4 +1,4 @@
-"""Many threads over rounds that are recorded on a GPU: the same text as alone, also when they are interrupted."""
+"""Many threads over rounds that are captured on a GPU: the same text as alone, also when they are interrupted."""
 
 from __future__ import annotations
 

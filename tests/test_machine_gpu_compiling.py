@@ -231,14 +231,14 @@ def test_a_kernel_that_failed_is_not_expected_in_a_rehearsal(known: bool, monkey
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("capacity", [300, 600, 1100, 1500, 2048, 4096, 20000])
 def test_no_attention_kernel_is_first_met_while_serving(head_dim: int, capacity: int) -> None:
-    """Recordings have bounds of ``BOUNDS``; a prompt is read with bounds in steps of 512, cut to the capacity."""
+    """Captured rounds have bounds of ``BOUNDS``; a prompt is read with bounds in steps of 512, cut to the capacity."""
     t = attention_tile(head_dim, torch.bfloat16)
 
     def kernel(bound: int, *, split: bool = True) -> tuple[bool, int]:
         splits = pieces(bound, t.chunk) if split else 1
         return splits > 1, t.stages_for(1, splits)
 
-    recorded = {kernel(bound) for bound in (*(b for b in BOUNDS if b < capacity), capacity)}
-    recorded.add(kernel(512))  # a short prompt, see ``engine.recording.rehearse``
+    captured = {kernel(bound) for bound in (*(b for b in BOUNDS if b < capacity), capacity)}
+    captured.add(kernel(512))  # a short prompt, see ``engine.warm_up.rehearse``
     bounds = [min(bound, capacity) for bound in range(512, 33000, 512)]
-    assert {kernel(bound, split=split) for bound in bounds for split in (True, False)} <= recorded
+    assert {kernel(bound, split=split) for bound in bounds for split in (True, False)} <= captured

@@ -164,7 +164,7 @@ def test_nothing_is_compiled_while_prompts_are_read(
     name: str, rounding: str | None, draft: bool, watched: bool, log: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headstart.engine.captured import CapturedRounds
-    from headstart.engine.recording import rehearse
+    from headstart.engine.warm_up import rehearse
     from headstart.machine.gpu.runner import FusedRunner
 
     runner = FusedRunner(

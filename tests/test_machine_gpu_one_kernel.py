@@ -241,7 +241,7 @@ class TestOnAGpu:
             assert torch.equal(now[2], old[2])
             assert not torch.equal(now[1], old[1])
 
-    def test_recorded_and_played_many_times(self) -> None:
+    def test_captured_and_replayed_many_times(self) -> None:
         """Programs that talk through memory: any that read too early would show as a difference, sooner or later."""
         alone, _ = two_ways(SHAPES["smollm"])
         ids = torch.tensor([draw(300, 7)], device="cuda") % 320

@@ -22,7 +22,7 @@ KINDS = ["int8", "int4"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_speculation_gives_the_rounded_targets_own_tokens(kind: Any, dtype: torch.dtype) -> None:
-    """Recorded rounds with a rounded target and a rounded draft: the ids of plain decoding, in bfloat16 too."""
+    """Captured rounds with a rounded target and a rounded draft: the ids of plain decoding, in bfloat16 too."""
     target, draft = (model.to(dtype) for model in pair("llama"))
     options: dict[str, Any] = {"max_rows": 1, "max_model_len": 128, "check": False}
     llm = LLM(target, draft, gamma=8, quantization=kind, draft_quantization="int8", **options)

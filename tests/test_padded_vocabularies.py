@@ -126,7 +126,7 @@ def test_a_draft_on_our_kernels_reads_no_id_that_it_lacks() -> None:
     assert found == answers(LLM(target, None, **sizes), prompts(WIDE), temperature=0.0)
 
 
-# -- rounds on the device, played here without recording
+# -- rounds on the device, played here without capturing
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -20,7 +20,7 @@ from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
 from .engine.engine import Engine
-from .engine.recording import open_captured
+from .engine.warm_up import open_captured
 from .errors import InvalidParameter, ModelNotFound, ModelRefused
 from .machine.cpu.open import check_quantization
 from .machine.head import head_folder

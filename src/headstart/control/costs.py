@@ -54,8 +54,8 @@ class Costs:
 
     Measurements are kept relative to how fast the machine is at the time (``level``). What slows everything down, other
     work or a growing context, is seen on whatever is measured now and then holds for what was measured before. A width
-    counts when it was seen twice: what is done for the first time takes longer (a GPU loads a recording when it is
-    first played). A round that begins or ends drafting is not counted where its width is known: what it takes more is
+    counts when it was seen twice: what is done for the first time takes longer (a GPU loads a graph when it is first
+    replayed). A round that begins or ends drafting is not counted where its width is known: what it takes more is
     the price of the change (``switch``).
     """
 

@@ -1,12 +1,12 @@
-"""Rounds that live on the device: the draft loop is one recording, verify-and-decide another, and the host runs behind.
+"""Rounds that live on the device: the draft loop is one CUDA graph, verify-and-decide another; the host runs behind.
 
-Knows: which recordings there are, when each is played, and how its result gets to the host.
-Does not know: what is recorded (``programs``), or what a row's line in the device's table means (``device_rows``).
+Knows: which programs are captured, when each is replayed, and how its result gets to the host.
+Does not know: what they do (``programs``), or what a row's line in the device's table means (``device_rows``).
 
 The host reads one small buffer a round. When nothing is about to change, the next round is launched before the last
 one's result is read, so the device never waits for Python; a sequence that ended is then noticed one round late, and
-what was computed past its end is dropped. Recordings exist for a few numbers of rows (buckets), draft lengths and
-bounds on the context; ``warm_up`` makes all of them, and after it nothing is recorded any more.
+what was computed past its end is dropped. They are captured for a few numbers of rows (buckets), draft lengths
+and bounds on the context, all of them in ``warm_up``; after it nothing is captured any more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import DeviceDrafter
-from ..machine.gpu.graphs import Recorder
+from ..machine.gpu.graphs import Graphs
 from ..machine.model_runner import DeviceRunner
 from ..types import Proposal, TokenLogprob, Verdict
 from .device_rows import DeviceRows, Kind, kind_of
@@ -40,9 +40,9 @@ _FEW_LENGTHS = (0, 1, 3, 6, 12, 24, 48)
 
 
 def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ...]:
-    """The draft lengths to record: a fixed one, or a choice for a controller; 0 is a plain round.
+    """The draft lengths to capture: a fixed one, or a choice for a controller; 0 is a plain round.
 
-    ``few``: a coarser choice, where recording takes long.
+    ``few``: a coarser choice, where capturing takes long.
     """
     return (0, most) if fixed else tuple(sorted({*(n for n in (_FEW_LENGTHS if few else _LENGTHS) if n < most), most}))
 
@@ -61,9 +61,9 @@ class Flight:
 
 
 class Body(NamedTuple):
-    """One program of a shape, and what records it."""
+    """One program of a shape, and what captures it."""
 
-    recorder: Recorder
+    graphs: Graphs
     runner: DeviceRunner  # whose layers it runs
     run: Callable[[], None]
     enough: Callable[[], None]  # launches every kernel that ``run`` launches, perhaps less often
@@ -79,21 +79,21 @@ class CapturedRounds:
     def __init__(
         self, target: DeviceRunner, drafter: DeviceDrafter | None, *, vocab_size: int, lengths: Seq[int]
     ) -> None:
-        """``lengths``: the draft lengths there are recordings for, 0 among them."""
+        """``lengths``: the draft lengths that are captured, 0 among them."""
         self._target, self._drafter = target, drafter
         self.lengths = tuple(sorted({0, *lengths}))
         slab = target.slab
         self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
         self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]))
-        self._recorder = Recorder(target.device)
-        self._recordings: dict[tuple[str, Shape], Callable[[], None]] = {}  # by the names of ``_bodies``
+        self._graphs = Graphs(target.device)
+        self._captured: dict[tuple[str, Shape], Callable[[], None]] = {}  # by the names of ``_bodies``
         self._flight: Flight | None = None
         self._caught_up = 0.0  # seconds of the last catching up, until a launch takes them along
         self._sealed = False
         self._bounds = (*(b for b in target.BOUNDS if b < slab.capacity), slab.capacity)
         self._buckets = (*(1 << i for i in range(16) if 1 << i < slab.rows), slab.rows)
         # Two that take turns, since two rounds can be under way.
-        told, pinned = (self._programs.result, *self._programs.logprobs), self._recorder.enabled
+        told, pinned = (self._programs.result, *self._programs.logprobs), self._graphs.enabled
         self._hosts = [[torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for t in told] for _ in "ab"]
 
     # -- what the round asks
@@ -108,8 +108,8 @@ class CapturedRounds:
         return self._drafter is not None
 
     @property
-    def recordings(self) -> int:
-        return len(self._recordings)
+    def captured_programs(self) -> int:
+        return len(self._captured)
 
     def fits(self, sequences: Seq[Sequence], gamma: int) -> bool:
         """Can these rows' next round be played here?"""
@@ -163,12 +163,12 @@ class CapturedRounds:
         return self._coarse(Shape(rows, gamma, kind_of(sequences, drafted=gamma > 0), bound))
 
     def _coarse(self, shape: Shape) -> Shape:
-        """Programs that are seldom wanted are recorded for the largest bound only."""
+        """Programs that are seldom wanted are captured for the largest bound only."""
         seldom = shape.kind == "full" or (shape.kind == "coupled" and shape.gamma > 0)
         return replace(shape, bound=self._bounds[-1]) if seldom else shape
 
     def _missing(self, name: str, shape: Shape) -> bool:
-        return self._sealed and (name, shape) not in self._recordings
+        return self._sealed and (name, shape) not in self._captured
 
     def _verifiable(self, sequences: Seq[Sequence], shape: Shape) -> bool:
         enough = all(len(s.tokens) >= 2 and not self._over(s, shape.gamma, rounds=1) for s in sequences)
@@ -193,7 +193,7 @@ class CapturedRounds:
         """The draft reads what it lacks. Waits until it has: what comes next is timed."""
         started = perf_counter()
         try:
-            if drafter.align(sequences) and self._recorder.enabled:
+            if drafter.align(sequences) and self._graphs.enabled:
                 torch.cuda.synchronize(self._target.device)
         except Exception as error:
             raise DraftFailed from error
@@ -229,8 +229,8 @@ class CapturedRounds:
         """
         shape = self._shape(sequences, gamma)
         lengths = [n for n in self.lengths if 0 < n <= gamma] if given is None and anew else []
-        drafts = [self._recording("draft", replace(shape, gamma=n)) for n in lengths]
-        verify = self._recording("verify", shape)
+        drafts = [self._program("draft", replace(shape, gamma=n)) for n in lengths]
+        verify = self._program("verify", shape)
         started = self._mark()
         for draft in drafts:
             draft()
@@ -247,7 +247,7 @@ class CapturedRounds:
 
     def _mark(self) -> Any:
         """A moment of the device's clock: an event; of the host's, in seconds, where the host does the work."""
-        if not self._recorder.enabled:
+        if not self._graphs.enabled:
             return perf_counter()
         mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         mark.record()
@@ -264,7 +264,7 @@ class CapturedRounds:
 
     def _read(self, flight: Flight, sequences: Seq[Sequence]) -> Outcome:
         assert flight.keys == tuple(s.id for s in sequences), "rows changed while a round was in flight"
-        if self._recorder.enabled:
+        if self._graphs.enabled:
             flight.marks[-1].synchronize()
             draft_seconds, verify_seconds = (a.elapsed_time(b) / 1e3 for a, b in pairwise(flight.marks))
         else:
@@ -290,20 +290,20 @@ class CapturedRounds:
                     self._drafter.adopt(s, proposal.tokens[:fed])
         return Outcome(proposals, verdicts, logprobs, draft_seconds, verify_seconds, flight.catch_up_seconds)
 
-    # -- recording
+    # -- capturing
 
     def warm_up(self, report: Callable[[int, int], object] = lambda done, of: None) -> None:
-        """Record everything there is, so that nothing is recorded while serving. ``report``: (done, of how many)."""
+        """Capture everything there is, so that nothing is captured while serving. ``report``: (done, of how many)."""
         shapes = list(self._shapes())
         for done, shape in enumerate(shapes):
             report(done, len(shapes))
             for name in self._bodies(shape):
-                self._recording(name, shape)
+                self._program(name, shape)
         report(len(shapes), len(shapes))
         self._sealed = True
 
     def rehearsed(self) -> Iterator[Callable[[], None]]:
-        """Everything that will be recorded, each once and briefly, to be called before ``warm_up``.
+        """Everything that will be captured, each once and briefly, to be called before ``warm_up``.
 
         What it does to the rows is put back when the iterator ends.
         """
@@ -317,13 +317,13 @@ class CapturedRounds:
     def _bodies(self, shape: Shape) -> dict[str, Body]:
         """The programs of a shape, by name."""
         verify = partial(self._programs.verify, shape)
-        found = {"verify": Body(self._recorder, self._target, verify, verify)}
+        found = {"verify": Body(self._graphs, self._target, verify, verify)}
         if shape.gamma and self.drafting:
-            # A draft is recorded in parts, each from one length to the next: recording all lengths then takes no longer
-            # than recording the longest.
+            # A draft is captured in parts, each from one length to the next: capturing all lengths then takes no longer
+            # than capturing the longest.
             before = max((n for n in self.lengths if n < shape.gamma), default=0)
             draft = partial(self._programs.draft, shape, before)
-            found["draft"] = Body(self._recorder, self._programs.draft_runner, draft, partial(draft, 2))
+            found["draft"] = Body(self._graphs, self._programs.draft_runner, draft, partial(draft, 2))
         return found
 
     def _shapes(self) -> Iterator[Shape]:
@@ -337,12 +337,12 @@ class CapturedRounds:
                             yield shape
 
     @torch.inference_mode()
-    def _recording(self, name: str, shape: Shape) -> Callable[[], None]:
-        found = self._recordings.get((name, shape))
+    def _program(self, name: str, shape: Shape) -> Callable[[], None]:
+        found = self._captured.get((name, shape))
         if found is None:
             body = self._bodies(shape)[name]
-            found = body.recorder.record(body.run, state=self._programs.changed(shape.rows), warm=body.brief)
-            self._recordings[name, shape] = found
+            found = body.graphs.capture(body.run, state=self._programs.changed(shape.rows), warm=body.brief)
+            self._captured[name, shape] = found
         return found
 
     @property

@@ -1,10 +1,10 @@
-"""What recorded rounds know of their sequences: a table on the device, a line for each row of the slab.
+"""What captured rounds know of their sequences: a table on the device, a line for each row of the slab.
 
 Knows: where each row's text ends, its seed, its rule and its settings, and how to bring all that level with the host.
 Does not know: what a round does with it.
 
-A recording serves a fixed number of rows (a bucket). Rows past the running sequences are idle: they compute along,
-their writes land past their own live keys, and their lengths stand still.
+A captured program serves a fixed number of rows (a bucket). Rows past the running sequences are idle: they compute
+along, their writes land past their own live keys, and their lengths stand still.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _rejects(p: SamplingParams) -> bool:
 
 
 class DeviceRows:
-    """The table. Recordings read and write its tensors in place, so they are made once and never replaced."""
+    """The table. Captured programs read and write its tensors in place, so they are made once and never replaced."""
 
     def __init__(self, rows: int, *, width: int, vocab_size: int, device: torch.device) -> None:
         """``width``: V of the target's logits; ``vocab_size``: ids that may be drawn."""
@@ -109,7 +109,7 @@ class DeviceRows:
     def warp(self, rows: int, kind: Kind, *, draft: bool) -> Warp:
         """The settings of the first rows, read from the table whenever it is used. A draft ignores min_tokens.
 
-        Kept, because it is made on the host, which a recording must not wait for.
+        Kept, because it is made on the host, which a captured program must not wait for.
         """
         key = (rows, kind, draft)
         if key not in self._warps:

@@ -1,4 +1,4 @@
-"""Recorded rounds whose draft goes on while the target verifies.
+"""Captured rounds whose draft goes on while the target verifies.
 
 Knows: the optimistic continuation. While the target reads a draft, the draft model goes on from its own full chain as
 if all of it were accepted: it guesses the target's bonus token too, and drafts the next round behind it, on a second
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..drafters.draft_sampler import draw_tokens
-from ..machine.gpu.graphs import Recorder
+from ..machine.gpu.graphs import Graphs
 from ..maths import noise
 from .captured import Body, CapturedRounds, Flight
 from .outcome import Outcome
@@ -40,9 +40,9 @@ class OverlappedRounds(CapturedRounds):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        cuda = self._recorder.enabled
+        cuda = self._graphs.enabled
         self._side = torch.cuda.Stream(self._target.device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
-        self._side_recorder = Recorder(self._target.device, -1)  # scratch memory of its own: it runs beside the others
+        self._side_graphs = Graphs(self._target.device, -1)  # scratch memory of its own: it runs beside the others
         self._ahead = torch.zeros_like(self._programs.drafts)  # the next round's drafts
         self._ahead_q = torch.zeros_like(self._programs.q[:1])
         self._origin = torch.zeros_like(self._state.lengths[:1])  # the row's length when this round began
@@ -91,7 +91,7 @@ class OverlappedRounds(CapturedRounds):
         found = super()._bodies(shape)
         if shape.rows == 1 and shape.gamma > 0 and shape.kind != "full":
             run = partial(self._continue, shape)
-            found["continue"] = Body(self._side_recorder, self._programs.draft_runner, run, run)
+            found["continue"] = Body(self._side_graphs, self._programs.draft_runner, run, run)
         return found
 
     def forget(self) -> None:
@@ -120,14 +120,14 @@ class OverlappedRounds(CapturedRounds):
 
     def _go_on(self, shape: Shape) -> None:
         """Start the continuation on the second stream, behind everything that was launched so far."""
-        recording = self._recording("continue", shape)
+        go_on = self._program("continue", shape)
         if self._side is None:
-            recording()
+            go_on()
             self._guess_host.copy_(self._guess)
             return
         self._side.wait_stream(torch.cuda.current_stream(self._target.device))
         with torch.cuda.stream(self._side):
-            recording()
+            go_on()
             self._guess_host.copy_(self._guess, non_blocking=True)
             self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._finished.record(self._side)

@@ -1,9 +1,9 @@
 """The ways to play a round, and which of them plays it: the first in ``players`` that takes it.
 
-    on the device     draft, verify and decide are recordings; the next round may be launched before this one is read.
+    on the device     draft, verify and decide are captured; the next round may be launched before this one is read.
                       With a drafter on the host: rounds in which it has nothing to say
     drafted on host   guesses from the host (``lookup``, a head, anybody's drafter), verified and decided on the device
-    step by step      everything else: trees, prompts' ends, models that cannot be recorded, and machines without a GPU
+    step by step      everything else: trees, prompts' ends, models that cannot be captured, and machines without a GPU
 
 Knows: who takes which round. Does not know: what becomes of its outcome (``round``).
 """
@@ -56,7 +56,7 @@ def players(parts: RoundContext) -> tuple[Player, ...]:
 
 
 class OnDevice(Player):
-    """Rounds that are recorded as a whole, with the draft model's guesses or with none (``captured``, ``overlap``).
+    """Rounds that are captured as a whole, with the draft model's guesses or with none (``captured``, ``overlap``).
 
     A drafter on the host is asked while the device works, about the text as it was a round before. While it has nothing
     to say, plain rounds follow each other without waiting for it; a guess is therefore taken up a round late.
@@ -103,8 +103,8 @@ class StepByStep(Player):
 
     def play(self, rows: Rows) -> Outcome:
         captured = self._parts.captured
-        # A draft model with recordings does not guess while a prompt is read: step by step that takes longer than the
-        # recorded round after it.
+        # A draft model in captured rounds does not guess while a prompt is read: step by step that takes longer than
+        # the captured round after it.
         idle = captured is not None and captured.drafting and rows.reading
         return self.verify(rows, Drafted([None] * len(rows.sequences)) if idle else self._drafts.take(rows))
 
@@ -136,7 +136,7 @@ class StepByStep(Player):
 
 
 class DraftedOnHost(Player):
-    """Guesses from the host, sent to the device and decided there; what does not fit a recording goes step by step."""
+    """Guesses from the host, sent to the device and decided there; what fits no captured round goes step by step."""
 
     def __init__(self, rounds: CapturedRounds, drafts: HostDrafts, step: StepByStep) -> None:
         self._rounds, self._drafts, self._step = rounds, drafts, step

@@ -1,9 +1,9 @@
-"""What is recorded: the draft loop, and verify-and-decide. Plain functions on the tensors of ``DeviceRows``.
+"""What is captured: the draft loop, and verify-and-decide. Plain functions on the tensors of ``DeviceRows``.
 
 Knows: the order of a round's work on the device. Does not know: when it is played, or who reads what comes of it.
 
 How a token is drawn is ``draft_sampler``'s business, how it is judged ``judge``'s; both are the eager path's own.
-Nothing here reads a tensor on the host, so on a GPU a program is recorded once and replayed; elsewhere it is called.
+Nothing here reads a tensor on the host, so on a GPU a program is captured once and replayed; elsewhere it is called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Logprobs", "Programs", "Shape"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What one recording serves."""
+    """What one captured program serves."""
 
     rows: int
     gamma: int
@@ -67,7 +67,7 @@ class Programs:
             torch.zeros(rows, most + 1, top, device=device),
             torch.zeros(rows, most + 1, top, dtype=torch.int64, device=device),
         )
-        self._chains: dict[tuple[int, int], Topology] = {}  # made before anything is recorded
+        self._chains: dict[tuple[int, int], Topology] = {}  # made before anything is captured
         # [N, 1] for 1 and for 2 tokens that are fed first: how far behind them each step's token stands.
         self._steps = {
             fed: torch.tensor([[i + fed - 1 if i else 0] for i in range(most)], device=device) for fed in (1, 2)

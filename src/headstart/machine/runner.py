@@ -171,7 +171,7 @@ class EagerRunner(Watched, DeviceRunner):
     @torch.inference_mode()
     def device_forward(self, tokens: Tensor, lengths: Tensor, keep: int, bound: int) -> Tensor:
         """See ``DeviceRunner``. All rows are masked over ``bound`` keys, so that the same work is done whatever the
-        lengths are: it can be recorded. A row that gets past the bound computes nonsense, but writes where it should.
+        lengths are: it can be captured. A row that gets past the bound computes nonsense, but writes where it should.
         """
         width = tokens.shape[1]
         slots = lengths[:, None] + self._count[:width]
@@ -180,7 +180,7 @@ class EagerRunner(Watched, DeviceRunner):
         return self._run(tokens, mask, slots.clamp(max=self._last_position), keep)
 
     def on_device(self) -> DeviceRunner | None:
-        """See ``ModelRunner``: one recording cannot run on several devices."""
+        """See ``ModelRunner``: one graph cannot run on several devices."""
         return self if len(set((getattr(self.model, "hf_device_map", None) or {}).values())) < 2 else None
 
     def _run(

@@ -2,7 +2,7 @@
 
 Knows: one table, a line for each field of ``SamplingParams``. Does not know: any backend.
 
-A backend (tensors, C++, kernels, a recorded program) is a faster way to say what ``maths`` says. It lists every field,
+A backend (tensors, C++, kernels, a captured program) is a faster way to say what ``maths`` says. It lists every field,
 as served or as declined (``Served``). A round goes to the first backend that serves all that its rows ask for, so one
 that has not heard of a field is passed by and does not ignore it. ``tests/test_maths_asks.py`` goes over the fields of
 ``SamplingParams`` and names each backend that has not said yes or no to one.

@@ -1,7 +1,7 @@
-"""A sequence of kernels, recorded once and replayed: what takes hundreds of launches then takes one.
+"""A sequence of kernels, captured once and replayed: what takes hundreds of launches then takes one.
 
-Knows: CUDA graphs, their shared memory, and how to warm a function up before it is recorded.
-Does not know: what is recorded. Without CUDA the function is simply called, so that everything around it is tested
+Knows: CUDA graphs, their shared memory, and how to warm a function up before it is captured.
+Does not know: what is captured. Without CUDA the function is simply called, so that everything around it is tested
 everywhere.
 """
 
@@ -14,11 +14,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-__all__ = ["Recorder"]
+__all__ = ["Graphs"]
 
 
-class Recorder:
-    """Records functions on one device. They share their scratch memory, so they must run one after another."""
+class Graphs:
+    """Captures functions on one device. They share their scratch memory, so they must run one after another."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         """``priority``: -1 for what should get in between the kernels of others. Kernels keep it when replayed."""
@@ -28,10 +28,10 @@ class Recorder:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
-    def record(
+    def capture(
         self, body: Callable[[], None], *, state: Sequence[Tensor] = (), warm: Callable[[], None] | None = None
     ) -> Callable[[], None]:
-        """Record ``body``, which must not look at a tensor's value, and works on tensors that live as long as what
+        """Capture ``body``, which must not look at a tensor's value, and works on tensors that live as long as what
         comes back: to be called, it does the same. ``state``: what it changes; it is put back.
 
         ``warm``: a shorter run that launches every kernel the body launches; without it the body itself is run once.
@@ -42,15 +42,15 @@ class Recorder:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            (warm or body)()  # compiles kernels and chooses algorithms, which a recording may not
+            (warm or body)()  # compiles kernels and chooses algorithms, which may not be captured
             for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
             self._stream.synchronize()
-            graph = self._capture(body)
+            graph = self._graph_of(body)
         current.wait_stream(self._stream)
         return graph.replay
 
-    def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _graph_of(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Not ``torch.cuda.graph``: that collects garbage and empties the allocator each time, which takes longer."""
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()

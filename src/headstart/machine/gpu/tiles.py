@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 
-# The most keys of a row in a recording. Up to 512 and 1,024 keys attention is one kernel a layer, or two; beyond, a
-# bound only says how many programs there are.
+# The most keys of a row in a captured round. Up to 512 and 1,024 keys attention is one kernel a layer, or two; beyond,
+# a bound only says how many programs there are.
 BOUNDS = (512, 1024, 16384, 131072)
 PROGRAMS = 132  # multiprocessors of a Hopper GPU: as many programs stream weights at a time
 
@@ -144,7 +144,7 @@ class AttentionTile:
     one: int  # for a draft's steps of one token a row: keys at a time in the kernel made for them; 0: as any other step
 
     def stages_for(self, rows: int, splits: int) -> int:
-        """Changes no sum. What it depends on must not take a value while serving that no recording has."""
+        """Changes no sum. What it depends on must not take a value while serving that no captured round has."""
         return self.stages if rows == 1 and splits * self.chunk <= _SHORT else self.deep
 
     def packed(self, group: int) -> tuple[int, int]:

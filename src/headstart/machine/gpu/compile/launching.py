@@ -5,7 +5,7 @@ Knows: how Triton starts a kernel that it has compiled. Does not know: any kerne
 Triton takes some 50 us to get from Python to a kernel: it works out from all arguments which of its compiled forms is
 meant. That form can be launched itself (``compiled[grid]``), in a few us. Layers of a model launch the same kernels
 with the same numbers, and only their weights and caches lie elsewhere; so one layer's launches are noted, and made
-again with other addresses. Launching is most of the time that recording takes.
+again with other addresses. Launching is most of the time that capturing takes.
 """
 
 from __future__ import annotations

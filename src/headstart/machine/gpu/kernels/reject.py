@@ -5,7 +5,7 @@
 Knows: what ``maths.verify.chain_rules`` says, and the noise of ``maths.noise``, bit for bit; sums over the vocabulary
 are added in another order. Does not know: where the distributions come from, or what the verdict is used for.
 
-As tensor operations the rules are some 75 kernels of a few numbers each, which a recorded round would notice. Here
+As tensor operations the rules are some 75 kernels of a few numbers each, which a captured round would notice. Here
 (1) each chunk of the vocabulary is summed up for all nodes at once, (2) one program a row decides what is accepted,
 (3) the target's own token is drawn from the residual, which is never written out, and (4) picked among the chunks'.
 

@@ -1,6 +1,6 @@
-"""Makes recorded rounds at load, where the device can have them, and tells how far it is.
+"""Captures rounds at load, where the device can have them, and tells how far it is.
 
-Knows: which models can be recorded. Does not know: what is recorded.
+Knows: which models can be captured. Does not know: what is captured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOGETHER = (1, 2, 3, 9, 17, 33)  # parts of prompts read in one forward: the he
 def open_captured(
     runner: ModelRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell, *, name: str
 ) -> CapturedRounds | None:
-    """Recorded rounds for this target and drafter; None where there is no GPU or the model cannot be recorded.
+    """Captured rounds for this target and drafter; None where there is no GPU or the model cannot be captured.
     ``name``: what to call the target where people are told so."""
     target = runner.on_device()
     if target is None or target.device.type != "cuda":
@@ -44,10 +44,10 @@ def open_captured(
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
     with torch.cuda.device(target.device):
         rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths)
-        return rounds if _recorded(rounds, name, tell, compiled=not slow) else None
+        return rounds if _captured(rounds, name, tell, compiled=not slow) else None
 
 
-def _recorded(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) -> bool:
+def _captured(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) -> bool:
     started, telling = perf_counter(), False
 
     def say(text: str) -> None:
@@ -60,13 +60,13 @@ def _recorded(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) 
         if compiled:
             say("compiling kernels")
             _compile(rounds)
-        rounds.warm_up(lambda done, total: say(f"recording rounds ({done} of {total})"))
+        rounds.warm_up(lambda done, total: say(f"capturing rounds ({done} of {total})"))
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
         if telling:
             raise
-        log.warning("rounds are played step by step: %s cannot be recorded (%s)", name, error)
+        log.warning("rounds are played step by step: %s cannot be captured (%s)", name, error)
         return False
-    log.info("recorded %d programs in %.1f s", rounds.recordings, perf_counter() - started)
+    log.info("captured %d programs in %.1f s", rounds.captured_programs, perf_counter() - started)
     return True
 
 
@@ -86,7 +86,7 @@ def _compile(rounds: CapturedRounds) -> None:
 
 
 def rehearse(rounds: CapturedRounds) -> None:
-    """Everything that will be recorded or run, each once and briefly."""
+    """Everything that will be captured or run, each once and briefly."""
     for body in rounds.rehearsed():
         body()
     for runner in rounds.runners:
