@@ -29,8 +29,8 @@ class Drafted:
 class HostDrafts:
     """Guesses for the coming round. Players may ask more than once: the same text is guessed about only once."""
 
-    def __init__(self, parts: RoundContext) -> None:
-        self._parts = parts
+    def __init__(self, context: RoundContext) -> None:
+        self._context = context
         self._known: tuple[tuple[Sequence, int], ...] = ()  # an id may come again with another text
         self._found = Drafted([])
 
@@ -38,18 +38,18 @@ class HostDrafts:
         """What the drafter says of these sequences, as far as they are committed."""
         text = tuple((s, len(s.tokens)) for s in rows.sequences)
         if text != self._known:
-            self._known, self._found = text, _draft(self._parts, rows.sequences)
+            self._known, self._found = text, _draft(self._context, rows.sequences)
         return self._found
 
     def likely(self, rows: Rows) -> bool:
         """Would there be a guess? One that costs time, or is drawn at random, is not made only to find that out."""
-        parts = self._parts
-        if parts.drafter is None:
+        context = self._context
+        if context.drafter is None:
             return False
-        if parts.drafter.free:
+        if context.drafter.free:
             return any(proposal is not None for proposal in self.ask(rows).proposals)
         limits = _limits(rows.sequences)
-        return any(limits) and any(parts.controller.budgets(rows.sequences, limits))
+        return any(limits) and any(context.controller.budgets(rows.sequences, limits))
 
     def take(self, rows: Rows) -> Drafted:
         """The same, to be verified now; it is not given twice."""
@@ -61,31 +61,31 @@ class HostDrafts:
         self._known = ()
 
 
-def _draft(parts: RoundContext, sequences: list[Sequence]) -> Drafted:
+def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
     """A drafter that fails, or proposes nonsense, is dropped for good: the text goes on without it."""
     nothing: list[Proposal | None] = [None] * len(sequences)
     limits = _limits(sequences)
-    if parts.drafter is None or not any(limits):
+    if context.drafter is None or not any(limits):
         return Drafted(nothing)
     try:
         started = perf_counter()
-        budgets = parts.controller.budgets(sequences, limits)
+        budgets = context.controller.budgets(sequences, limits)
         if not any(budgets):
             return Drafted(nothing)
         before = perf_counter()
-        parts.drafter.catch_up([s for s, budget in zip(sequences, budgets, strict=True) if budget])
+        context.drafter.catch_up([s for s, budget in zip(sequences, budgets, strict=True) if budget])
         level = perf_counter()
         found = checked(
-            parts.drafter.propose(list(sequences), list(budgets)),
+            context.drafter.propose(list(sequences), list(budgets)),
             budgets,
-            width=parts.runner.vocab_size,
-            device=parts.runner.device,
-            sound_q=parts.drafter.sound_q,
+            width=context.runner.vocab_size,
+            device=context.runner.device,
+            sound_q=context.drafter.sound_q,
         )
-        found = parts.controller.trim(sequences, found)
+        found = context.controller.trim(sequences, found)
         return Drafted(found, perf_counter() - level + before - started, level - before)
     except Exception as error:
-        parts.drop_drafter(error)
+        context.drop_drafter(error)
         return Drafted(nothing)
 
 

@@ -46,13 +46,13 @@ class Player(Protocol):
         return None
 
 
-def players(parts: RoundContext) -> tuple[Player, ...]:
+def players(context: RoundContext) -> tuple[Player, ...]:
     """All that can play here, in the order in which they are asked."""
-    drafts = HostDrafts(parts)
-    step = StepByStep(parts, drafts)
-    if parts.captured is None:
+    drafts = HostDrafts(context)
+    step = StepByStep(context, drafts)
+    if context.captured is None:
         return (step,)
-    return (OnDevice(parts, parts.captured, drafts), DraftedOnHost(parts.captured, drafts, step), step)
+    return (OnDevice(context, context.captured, drafts), DraftedOnHost(context.captured, drafts, step), step)
 
 
 class OnDevice(Player):
@@ -62,18 +62,18 @@ class OnDevice(Player):
     to say, plain rounds follow each other without waiting for it; a guess is therefore taken up a round late.
     """
 
-    def __init__(self, parts: RoundContext, rounds: CapturedRounds, drafts: HostDrafts) -> None:
-        self._parts, self._rounds, self._drafts = parts, rounds, drafts
+    def __init__(self, context: RoundContext, rounds: CapturedRounds, drafts: HostDrafts) -> None:
+        self._context, self._rounds, self._drafts = context, rounds, drafts
         self._gamma = 0  # what ``takes`` found best
 
     def takes(self, rows: Rows) -> bool:
-        parts, rounds = self._parts, self._rounds
+        context, rounds = self._context, self._rounds
         if rows.first or rows.reading:
             return False
         self._gamma = 0
-        if parts.drafter is not None and rounds.drafting and any(s.params.speculate for s in rows.sequences):
-            room = [parts.max_gamma] * len(rows.sequences)
-            self._gamma = max(parts.controller.budgets(rows.sequences, room))
+        if context.drafter is not None and rounds.drafting and any(s.params.speculate for s in rows.sequences):
+            room = [context.max_gamma] * len(rows.sequences)
+            self._gamma = max(context.controller.budgets(rows.sequences, room))
         if rounds.in_flight:
             return True
         here = served(rows.sequences) and rounds.fits(rows.sequences, self._gamma)
@@ -95,14 +95,14 @@ class OnDevice(Player):
 class StepByStep(Player):
     """Any round at all: the drafter, the target and the rule, called one after another."""
 
-    def __init__(self, parts: RoundContext, drafts: HostDrafts) -> None:
-        self._parts, self._drafts = parts, drafts
+    def __init__(self, context: RoundContext, drafts: HostDrafts) -> None:
+        self._context, self._drafts = context, drafts
 
     def takes(self, rows: Rows) -> bool:
         return True
 
     def play(self, rows: Rows) -> Outcome:
-        captured = self._parts.captured
+        captured = self._context.captured
         # A draft model in captured rounds does not guess while a prompt is read: step by step that takes longer than
         # the captured round after it.
         idle = captured is not None and captured.drafting and rows.reading
@@ -110,18 +110,18 @@ class StepByStep(Player):
 
     def verify(self, rows: Rows, drafted: Drafted) -> Outcome:
         """The target's word on these guesses."""
-        parts, started = self._parts, perf_counter()
-        batch = Batch.of(rows.sequences, drafted.proposals, parts.runner.device)
+        context, started = self._context, perf_counter()
+        batch = Batch.of(rows.sequences, drafted.proposals, context.runner.device)
         logits = self._forward(batch, rows)
         seconds = perf_counter() - started
-        return judged(parts, logits, batch, seconds, drafted.seconds, drafted.catch_up_seconds)
+        return judged(context, logits, batch, seconds, drafted.seconds, drafted.catch_up_seconds)
 
     def forget(self) -> None:
         self._drafts.forget()
 
     def _forward(self, batch: Batch, rows: Rows) -> torch.Tensor:
         """Logits [R, N+1, V] of each row's last committed token and its drafted ones."""
-        runner, lengths = self._parts.runner, rows.lengths
+        runner, lengths = self._context.runner, rows.lengths
         slab_rows = slice(rows.first, rows.first + len(lengths))
         feed, topology = batch.tokens, None if batch.topology.is_chain else batch.topology
         if rows.reading:  # a first round, of one sequence: the rest of its prompt comes along in the same forward
@@ -161,18 +161,18 @@ def waited_for(logits: torch.Tensor) -> torch.Tensor:
 
 
 def judged(
-    parts: RoundContext, logits: torch.Tensor, batch: Batch, seconds: float, draft: float = 0.0, catch_up: float = 0.0
+    context: RoundContext, logits: torch.Tensor, batch: Batch, seconds: float, draft: float = 0.0, catch_up: float = 0.0
 ) -> Outcome:
     """What the target's logits [R, N+1, V] say of the rows; log-probabilities for those that asked for them.
 
     ``seconds`` that the forward took; and those of ``Drafted``.
     """
-    verdicts = judge(logits, batch, parts.vocab_size, parts.runner.vocab_ops)
+    verdicts = judge(logits, batch, context.vocab_size, context.runner.vocab_ops)
     logprobs: list[list[TokenLogprob]] = []
     for sequence, proposal, verdict, row in zip(batch.sequences, batch.proposals, verdicts, logits, strict=True):
         top, found = sequence.params.logprobs, list[TokenLogprob]()
         if top is not None and verdict is not None:
             nodes = [0, *(node + 1 for node in verdict.path)]
-            found = logprobs_along(row, emitted(proposal, verdict), nodes, top, parts.vocab_size)
+            found = logprobs_along(row, emitted(proposal, verdict), nodes, top, context.vocab_size)
         logprobs.append(found)
     return Outcome(batch.proposals, verdicts, logprobs, draft, seconds, catch_up)

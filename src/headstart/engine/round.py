@@ -26,32 +26,32 @@ __all__ = ["drain", "play", "read"]
 
 
 def play(
-    parts: RoundContext, players: Seq[Player], sequences: list[Sequence], first_row: int, *, ahead: bool = False
+    context: RoundContext, players: Seq[Player], sequences: list[Sequence], first_row: int, *, ahead: bool = False
 ) -> list[Round]:
     """Play one round for ``sequences``, which sit in consecutive rows of the slab from ``first_row`` on.
 
     ``ahead``: nothing is about to change, so a player may launch the next round before it returns this one.
     """
     started = perf_counter()
-    rows = Rows.of(parts.runner.slab, sequences, first_row, ahead=ahead)
-    outcome = _drafted_and_verified(parts, players, rows)
-    return _committed_and_recorded(parts, rows, outcome, started)
+    rows = Rows.of(context.runner.slab, sequences, first_row, ahead=ahead)
+    outcome = _drafted_and_verified(context, players, rows)
+    return _committed_and_recorded(context, rows, outcome, started)
 
 
-def drain(parts: RoundContext, players: Seq[Player], sequences: list[Sequence]) -> list[Round] | None:
+def drain(context: RoundContext, players: Seq[Player], sequences: list[Sequence]) -> list[Round] | None:
     """Take in a round that was launched ahead, before rows move; None if there is none."""
     started = perf_counter()
     outcome = next(filter(None, (player.drain(sequences) for player in players)), None)
     if outcome is None:
         return None
-    rows = Rows.of(parts.runner.slab, sequences, 0, ahead=False)
-    return _committed_and_recorded(parts, rows, outcome, started)
+    rows = Rows.of(context.runner.slab, sequences, 0, ahead=False)
+    return _committed_and_recorded(context, rows, outcome, started)
 
 
-def read(parts: RoundContext, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | None:
+def read(context: RoundContext, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | None:
     """Read parts of several prompts in one forward; one that is in to its end gets its first token. The records of
     those; None if there are none."""
-    started, runner = perf_counter(), parts.runner
+    started, runner = perf_counter(), context.runner
     ended = [i for i, chunk in enumerate(chunks) if chunk.last]
     logits = waited_for(runner.read([(chunk.row, chunk.tokens) for chunk in chunks], logits=bool(ended)))
     seconds = perf_counter() - started
@@ -63,27 +63,27 @@ def read(parts: RoundContext, chunks: Seq[Chunk], stats: EngineStats) -> list[Ro
     behind = [len(chunks[i].tokens) for i in ended]
     logits = (logits if len(ended) == len(chunks) else logits[ended])[:, None]
     rows = Rows(sequences, numbers, [runner.slab.lengths[row] for row in numbers], behind, ahead=False)
-    outcome = judged(parts, logits, Batch.of(sequences, [None] * len(ended), runner.device), seconds)
-    return _committed_and_recorded(parts, rows, outcome, started)
+    outcome = judged(context, logits, Batch.of(sequences, [None] * len(ended), runner.device), seconds)
+    return _committed_and_recorded(context, rows, outcome, started)
 
 
-def _drafted_and_verified(parts: RoundContext, players: Seq[Player], rows: Rows) -> Outcome:
+def _drafted_and_verified(context: RoundContext, players: Seq[Player], rows: Rows) -> Outcome:
     """By the first player that takes the round. If its draft model fails, all are asked once more, without it."""
     try:
         return next(player for player in players if player.takes(rows)).play(rows)
     except DraftFailed as failure:
-        parts.drop_drafter(failure.__cause__ or failure)
+        context.drop_drafter(failure.__cause__ or failure)
         return next(player for player in players if player.takes(rows)).play(rows)
 
 
-def _committed_and_recorded(parts: RoundContext, rows: Rows, outcome: Outcome, started: float) -> list[Round]:
-    kept = _commit(parts, rows, outcome)
-    return _records(parts, rows, outcome, kept, perf_counter() - started)
+def _committed_and_recorded(context: RoundContext, rows: Rows, outcome: Outcome, started: float) -> list[Round]:
+    kept = _commit(context, rows, outcome)
+    return _records(context, rows, outcome, kept, perf_counter() - started)
 
 
-def _commit(parts: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
+def _commit(context: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
     """Take the accepted tokens and the target's own into the sequences; the slab follows. How many each one kept."""
-    slab, kept = parts.runner.slab, [0] * len(rows.sequences)
+    slab, kept = context.runner.slab, [0] * len(rows.sequences)
     for i, (sequence, verdict) in enumerate(zip(rows.sequences, outcome.verdicts, strict=True)):
         row = rows.numbers[i]
         if sequence.finished:  # it ended in the round before, which this one was launched ahead of
@@ -94,13 +94,13 @@ def _commit(parts: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
         kept[i] = sequence.commit(emitted(outcome.proposals[i], verdict), verdict.origin, outcome.logprobs[i])
         slab.extend(row, sequence.tokens[slab.lengths[row] : -1])
-    parts.tell_drafter(lambda drafter: drafter.commit(list(rows.sequences), list(outcome.verdicts)))
+    context.tell_drafter(lambda drafter: drafter.commit(list(rows.sequences), list(outcome.verdicts)))
     return kept
 
 
-def _records(parts: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], seconds: float) -> list[Round]:
+def _records(context: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int], seconds: float) -> list[Round]:
     """The telemetry of the round, a record for each sequence."""
-    rounds, drafter = [], parts.drafter_name
+    rounds, drafter = [], context.drafter_name
     widest = max(len(p) if p is not None else 0 for p in outcome.proposals)
     for i, (sequence, proposal) in enumerate(zip(rows.sequences, outcome.proposals, strict=True)):
         verdict = outcome.verdicts[i]
