@@ -341,7 +341,7 @@ class CapturedRounds:
         found = self._captured.get((name, shape))
         if found is None:
             body = self._bodies(shape)[name]
-            found = body.graphs.capture(body.run, state=self._programs.changed(shape.rows), warm=body.brief)
+            found = body.graphs.capture(body.run, self._programs.changed(shape.rows), body.brief)
             self._captured[name, shape] = found
         return found
 

@@ -98,10 +98,8 @@ def _rehearse_reading(runner: DeviceRunner, most: int) -> None:
     """Prompts of every class of kernels, alone and together. ``most``: logits of so many tokens of a prompt are wanted,
     because guesses from the host may come with its end, and are judged in the forward that reads it."""
     slab = runner.slab
-    for width, keep in [
-        *((width, 1) for width in _PREFILLS),
-        *((_PREFILLS[1], keep) for keep in _KEPT if keep <= most),
-    ]:
+    alone = [(width, 1) for width in _PREFILLS] + [(_PREFILLS[1], keep) for keep in _KEPT if keep <= most]
+    for width, keep in alone:
         tokens = torch.zeros(1, min(width, slab.capacity), dtype=torch.int64, device=runner.device)
         runner.forward(slice(0, 1), tokens, [0], keep=min(keep, tokens.shape[1]))
     for rows in sorted({min(rows, slab.rows) for rows in _TOGETHER}):

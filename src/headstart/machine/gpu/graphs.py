@@ -29,12 +29,12 @@ class Graphs:
             self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def capture(
-        self, body: Callable[[], None], *, state: Sequence[Tensor] = (), warm: Callable[[], None] | None = None
+        self, body: Callable[[], None], state: Sequence[Tensor], warm: Callable[[], None]
     ) -> Callable[[], None]:
         """Capture ``body``, which must not look at a tensor's value, and works on tensors that live as long as what
         comes back: to be called, it does the same. ``state``: what it changes; it is put back.
 
-        ``warm``: a shorter run that launches every kernel the body launches; without it the body itself is run once.
+        ``warm``: a run, perhaps a shorter one, that launches every kernel the body launches.
         """
         if not self.enabled:
             return body
@@ -42,7 +42,7 @@ class Graphs:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            (warm or body)()  # compiles kernels and chooses algorithms, which may not be captured
+            warm()  # compiles kernels and chooses algorithms, which may not be captured
             for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
             self._stream.synchronize()
