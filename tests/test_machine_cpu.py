@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.machine.cpu import build
-from headstart.machine.cpu import packed as packed_module
+from headstart.machine.cpu import plan as plan_module
 from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.runner import CpuRunner
@@ -243,6 +243,6 @@ def test_what_cannot_be_packed() -> None:
 def test_a_part_that_the_kernels_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An architecture that is lowered for GPUs first is not run here with a part of it left out."""
     assert why_not(model("qwen3")) is None
-    monkeypatch.setattr(packed_module, "PARTS", packed_module.PARTS - {"norms its heads"})
+    monkeypatch.setattr(plan_module, "PARTS", plan_module.PARTS - {"norms its heads"})
     assert why_not(model("qwen3")) == "it norms its heads, which the CPU kernels do not"
     assert why_not(model("qwen2")) is None

@@ -16,8 +16,9 @@ from gguf_files import write_gguf
 from headstart.api import LLM
 from headstart.errors import HeadstartError, MissingExtra, ModelNotFound, ModelRefused
 from headstart.machine.cpu.build import why_not as no_kernels
-from headstart.machine.load import gguf
-from headstart.machine.load.gguf import read_header
+from headstart.machine.load import gguf_header, loading
+from headstart.machine.load.gguf_header import read_header
+from headstart.machine.load.hub import Remote
 from headstart.machine.load.loading import eos_ids, load
 from headstart.testing import tiny_model
 
@@ -50,25 +51,6 @@ def test_a_gguf_file_is_an_ordinary_model(tmp_path: Path, capfd: pytest.CaptureF
 # -- which weights run
 
 
-@pytest.mark.parametrize(
-    ("kind", "advice"),
-    [
-        ("Q4_1", "quantization='int4' runs the file's own 4 bits"),
-        ("Q8_0", "quantization='int8' runs the file's own 8 bits"),
-        ("Q5_0", "quantization='int4' or 'int8' rounds them anew"),
-    ],
-)
-def test_a_quantized_file_says_what_it_runs_with_and_how_to_run_its_own_bits(
-    kind: str, advice: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", wide_model(), kind=kind, table="Q8_0")
-    llm = LLM(path, None, max_model_len=64, max_rows=1, device="cpu")
-    others = "F32" if kind == "Q8_0" else "Q8_0, F32"
-    weights = f"the file's weights are {kind} (and {others}), spelt out as float32"
-    assert llm.report.notes[-2:] == (weights, advice)
-    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [f"{weights}; {advice}"]
-
-
 @pytest.mark.skipif(no_kernels() is not None, reason=str(no_kernels()))
 @pytest.mark.parametrize(("kind", "own", "other"), [("Q4_1", "int4", "int8"), ("Q8_0", "int8", "int4")])
 def test_its_own_bits_are_named_when_they_run(
@@ -87,9 +69,18 @@ def test_its_own_bits_are_named_when_they_run(
 
 def test_nothing_is_advised_that_cannot_be_done(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "odd.gguf", wide_model(heads=4), kind="Q8_0")
-    notes = LLM(path, None, max_model_len=64, max_rows=1, device="cpu").report.notes
+    notes = LLM(path, None, max_model_len=64, max_rows=1, device="cpu", dtype="float32").report.notes
     assert any("Q8_0" in note for note in notes)
     assert not any("quantization=" in note for note in notes)
+
+
+def test_a_file_of_few_bits_has_the_type_of_models_on_a_gpu(tmp_path: Path) -> None:
+    """Where no type is asked for, which on a CPU it always is."""
+    for kind, dtype in (("Q4_1", torch.bfloat16), ("F16", torch.bfloat16), ("F32", torch.float32)):
+        path = write_gguf(tmp_path / f"{kind}.gguf", wide_model(), kind=kind)
+        model, _, notes = loading._fetch(path, None, None, Remote())
+        assert model.dtype == dtype
+        assert notes[0].endswith(f" as {str(dtype).removeprefix('torch.')}")
 
 
 # -- damaged files
@@ -193,6 +184,6 @@ def test_without_the_package_gguf_the_extra_is_named(
     tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(whole)
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_header, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="'gguf'"):
         load(tmp_path / "model.gguf")

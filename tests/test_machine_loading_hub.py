@@ -14,7 +14,9 @@ from huggingface_hub import constants
 
 from headstart.api import LLM
 from headstart.errors import InvalidParameter, ModelNotFound
+from headstart.machine.cpu.build import why_not as no_kernels
 from headstart.machine.load import hub
+from headstart.machine.load import open as open_module
 from headstart.machine.load.hub import Remote, architecture, found_at, out_of_reach
 from headstart.machine.load.loading import load, quiet
 from headstart.testing import tiny_model, tiny_tokenizer
@@ -105,6 +107,19 @@ def test_a_draft_in_the_cache_too(calls: Calls) -> None:
     cached("someone/tiny")
     llm = LLM(tiny_model("llama", seed=1), "someone/tiny", max_model_len=64, max_rows=1)
     assert llm.drafter_name == "model"
+    assert calls == ASKED_ONCE
+
+
+@pytest.mark.skipif(no_kernels() is not None, reason=str(no_kernels()))
+def test_a_model_in_the_cache_is_rounded_tensor_by_tensor(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    with quiet():
+        tiny_model("llama", **sizes).save_pretrained(cached("someone/tiny"))
+    monkeypatch.setattr(open_module, "load", lambda *_, **__: pytest.fail("float weights were loaded"))
+    monkeypatch.setenv("HEADSTART_CACHE_GB", "0")
+    llm = LLM("someone/tiny", None, quantization="int8", max_model_len=64, max_rows=1, device="cpu")
+    assert llm.report.dtype == "int8"
+    assert llm.report.tokenizer_size is not None
     assert calls == ASKED_ONCE
 
 

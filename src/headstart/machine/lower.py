@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .quantize import Matrix, rounded, why_not_rounded
 
-__all__ = ["CLASSES", "Layer", "Weights", "lower", "parts_of", "why_not"]
+__all__ = ["CLASSES", "Layer", "Weights", "head_dim_of", "lower", "parts_of", "why_not", "window_of"]
 
 # What a rotary table may depend on: the position only. "dynamic" and "longrope" also look at the longest position.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -142,7 +142,7 @@ def why_not(model: nn.Module, kind: str | None = None) -> str | None:
         return f"{name} is not one of {', '.join(sorted(CLASSES))}"
     live: Any = model
     config = live.config
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     parameters = list(model.parameters())
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
@@ -171,13 +171,14 @@ def parts_of(model: nn.Module) -> frozenset[str]:
     layers, turning = live.model.layers, live.model.rotary_emb.inv_freq.numel()
     found = {
         "norms its heads": hasattr(layers[0].self_attn, "q_norm"),
-        "has sliding windows": any(_window(live, i) is not None for i in range(len(layers))),
-        "turns some channels only": turning != _head_dim(live.config) // 2,
+        "has sliding windows": any(window_of(live, i) is not None for i in range(len(layers))),
+        "turns some channels only": turning != head_dim_of(live.config) // 2,
     }
     return frozenset(part for part, there in found.items() if there)
 
 
-def _head_dim(config: Any) -> int:
+def head_dim_of(config: Any) -> int:
+    """How wide a head is."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -207,7 +208,7 @@ def _stack(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return packed, torch.cat(joined)
 
 
-def _window(model: Any, index: int) -> int | None:
+def window_of(model: Any, index: int) -> int | None:
     """The sliding window of one layer, as transformers' own mask building reads it."""
     config = model.config
     window = getattr(config, "sliding_window", None)
@@ -235,7 +236,7 @@ def _layer(model: Any, index: int, make: Callable[[Tensor], Matrix]) -> Layer:
         post_norm=layer.post_attention_layernorm.weight.data,
         gate_up=make(gate_up),
         down=make(mlp.down_proj.weight.data),
-        window=_window(model, index),
+        window=window_of(model, index),
     )
 
 
@@ -262,7 +263,7 @@ def lower(model: nn.Module, kind: str | None = None, *, release: bool = False) -
         head=Matrix(head) if kind is None else rounded(head, "int8"),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
+        head_dim=head_dim_of(config),
         eps=float(config.rms_norm_eps),
         rotary=live.model.rotary_emb,
         parts=parts_of(model),

@@ -21,7 +21,7 @@ from ..head import HeadNet
 from ..kvcache import Slab
 from ..slab_layer import on_cache_line
 from .library import KINDS, MatrixRecord, each, kernels, pool
-from .packed import GROUP, LANES
+from .plan import GROUP, LANES
 from .sampling import REJECTING, Knobs
 
 __all__ = ["HeadKernel", "why_not"]

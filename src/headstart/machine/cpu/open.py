@@ -92,15 +92,22 @@ def open_packed(
     return runner
 
 
-def described(report: Capability, packed: Packed) -> Capability:
-    """The capability report of a model that runs rounded."""
-    note = (
-        f"weights are {packed.plan.kind} in groups of 32 (embedding and output head int8), activations 8 bits a token; "
-        "speculation is lossless with respect to this rounded model"
-    )
+def described(report: Capability, packed: Packed, *, own: bool = False) -> Capability:
+    """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names."""
+    kind = packed.plan.kind
+    if own:
+        note = (
+            "activations are rounded to 8 bits for each token; speculation is lossless with respect to this model; "
+            "dtype='float32' spells the weights out and rounds nothing"
+        )
+    else:
+        note = (
+            f"weights are {kind} in groups of 32 (embedding and output head int8), activations 8 bits a token; "
+            "speculation is lossless with respect to this rounded model"
+        )
     return replace(
         report,
-        dtype=packed.plan.kind,
+        dtype=report.dtype if own else kind,
         device="cpu",
         bytes=packed.bytes,
         notes=(*report.notes, note),

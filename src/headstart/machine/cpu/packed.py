@@ -1,105 +1,44 @@
 """A decoder's weights in the kernels' form: one block of memory, and a plan of what lies where.
 
-Knows: how weights are rounded, ordered and laid out, and their file. Does not know: how they are multiplied.
+Knows: how tensors are brought there on all cores, and the file that keeps them. Does not know: where tensors come from,
+how rows are packed (``formats``) or multiplied.
 
 ``int8``: a scale for 32 weights, 8.5 bits a weight. ``int4``: a scale and a minimum for 32 weights, 5 bits a weight;
-embedding and output head stay int8. A group's extremes are kept exactly, so weights that come from a GGUF file in Q4_1
-(int4) or Q8_0 (int8) are that file's own numbers again: packing them loses nothing.
+where a model is rounded to it, embedding and output head are int8. ``q4_k``, ``q5_k`` and ``q6_k`` are GGUF's. A file's
+own numbers in Q4_0 and Q4_1 (int4), Q8_0 and Q5_0 (int8) and these three are copied, not rounded.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..files import open_guarded, replacing
-from ..lower import Weights, lower, parts_of
-from ..lower import why_not as why_not_lowered
-from ..slab_layer import LINE, on_cache_line
+from ..slab_layer import on_cache_line
+from ..stored import Rows, Stored, in_memory
+from .formats import as_floats, pack_rows
 from .library import KINDS, MatrixRecord, kernels
+from .names import Parts, parts_from
+from .plan import LANES, Matrix, Plan, plan_from, plan_of, plan_text, why_not
 
 __all__ = ["Packed", "Plan", "load_packed", "pack_model", "said_about", "save_packed", "why_not"]
 
-LANES, GROUP = 16, 32
 VERSION = "2"  # of the file
-PARTS = frozenset({"norms its heads", "has sliding windows", "turns some channels only"})  # see ``parts_of``
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Sizes and kind of a packed decoder: all that is needed to find its parts."""
-
-    kind: str  # of the layers' matrices: a key of KINDS
-    table_kind: str  # of embedding and output head
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    eps: float
-    windows: tuple[int, ...]  # a layer each; 0: sees everything
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool
-    tied: bool  # the output head is the embedding
-    inverse_frequencies: tuple[float, ...]  # of the rotation
-    rotary_scale: float
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def queries(self) -> int:
-        return self.heads * self.head_dim
-
-    def matrices(self) -> Iterator[tuple[str, str, int, int]]:
-        """Name, kind, outputs (padded) and inputs of every matrix, in the order they lie in."""
-        for i in range(self.layers):
-            yield f"{i}.qkv", self.kind, self.queries + 2 * self.kv_heads * self.head_dim, self.hidden
-            yield f"{i}.out", self.kind, self.hidden, self.queries
-            yield f"{i}.gate_up", self.kind, 2 * self.ffn, self.hidden
-            yield f"{i}.down", self.kind, self.hidden, self.ffn
-        yield "embedding", self.table_kind, _padded(self.vocab), self.hidden
-        if not self.tied:
-            yield "head", self.table_kind, _padded(self.vocab), self.hidden
-
-    def vectors(self) -> Iterator[tuple[str, int]]:
-        """Name and length of every float32 vector."""
-        for i in range(self.layers):
-            yield f"{i}.input_norm", self.hidden
-            yield f"{i}.post_norm", self.hidden
-            if self.qk_norm:
-                yield f"{i}.q_norm", self.head_dim
-                yield f"{i}.k_norm", self.head_dim
-            if self.qkv_bias:
-                yield f"{i}.qkv_bias", self.queries + 2 * self.kv_heads * self.head_dim
-            if self.out_bias:
-                yield f"{i}.out_bias", self.hidden
-        yield "norm", self.hidden
-
-    def layout(self) -> tuple[dict[str, int], int]:
-        """Where each part begins, and how many bytes there are."""
-        offsets, end = {}, 0
-        for name, kind, outputs, inputs in self.matrices():
-            offsets[name] = end
-            end += -(-int(kernels().hs_packed_bytes(KINDS[kind], outputs, inputs)) // LINE) * LINE
-        for name, length in self.vectors():
-            offsets[name] = end
-            end += -(-length * 4 // LINE) * LINE
-        return offsets, end
+_PIECE = 1 << 20  # bytes of weights that a thread packs at a time
+_AHEAD = 3  # matrices that are under way at once
 
 
 class Packed:
@@ -111,7 +50,7 @@ class Packed:
         # On a cache line, in large pages where the system has them: asked for before the memory is touched.
         self.data = on_cache_line(self.bytes)
         kernels().hs_advise(self.data.data_ptr(), self.bytes)
-        self._matrices = {name: (kind, outputs, inputs) for name, kind, outputs, inputs in plan.matrices()}
+        self._matrices = {matrix.name: matrix for matrix in plan.matrices()}
         self._lengths = dict(plan.vectors())
 
     def address(self, name: str) -> int | None:
@@ -120,8 +59,13 @@ class Packed:
         return None if offset is None else self.data.data_ptr() + offset
 
     def matrix(self, name: str, bias: str | None = None) -> MatrixRecord:
-        kind, outputs, inputs = self._matrices[name]
-        return MatrixRecord(KINDS[kind], outputs, inputs, self.address(name), self.address(bias) if bias else None)
+        """A matrix as the kernels know it, with its part of a bias; an empty one if the model has no such matrix."""
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return MatrixRecord()
+        at = self.address(bias) if bias else None
+        own = None if at is None else at + 4 * matrix.first
+        return MatrixRecord(KINDS[matrix.kind], matrix.padded, matrix.inputs, self.address(name), own)
 
     def rows(self, name: str, which: Tensor) -> Tensor:
         """Rows of a matrix as floats [len(which), inputs], as the kernels see them."""
@@ -131,88 +75,76 @@ class Packed:
         kernels().hs_unpack(ctypes.byref(record), numbers.data_ptr(), len(which), found.data_ptr())
         return found
 
-    def put_matrix(self, name: str, weight: Tensor, order: Tensor | None = None) -> None:
-        """Round and store a matrix [rows, inputs]. ``order``: which row becomes which output."""
-        kind, outputs, inputs = self._matrices[name]
-        source = weight.detach().to("cpu", torch.float32).contiguous()
-        numbers = torch.full((outputs,), -1, dtype=torch.int32)
-        numbers[: len(source)] = torch.arange(len(source)) if order is None else order
-        kernels().hs_pack(KINDS[kind], source.data_ptr(), numbers.data_ptr(), outputs, inputs, self.address(name))
+    def fill(self, parts: Parts, tell: Callable[[float], None] = lambda share: None) -> None:
+        """Pack a model's tensors, each from where it lies into its place, on all cores. ``tell``: how much is done.
 
-    def put_vector(self, name: str, vector: Tensor) -> None:
+        Nothing is held but what is being packed: of a mapped file, each tensor's memory is let go behind it.
+        """
+        for name in self._lengths:
+            self._put_vector(name, parts[name])
+        left = Counter(matrix.part for matrix in self.plan.matrices())
+        done, total = 0, sum(len(stored.bytes) for part in left for stored in parts[part])
+        pending: deque[tuple[Matrix, list[Future[None]]]] = deque()
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for matrix in (*self.plan.matrices(), None):
+                if matrix is not None:
+                    for stored in parts[matrix.part]:
+                        stored.advise(needed=True)
+                    pieces = self._pieces(matrix, parts[matrix.part])
+                    pending.append((matrix, [pool.submit(_pack_pieces, *piece) for piece in pieces]))
+                while pending and (matrix is None or len(pending) > _AHEAD):
+                    finished, futures = pending.popleft()
+                    for future in futures:
+                        future.result()
+                    left[finished.part] -= 1
+                    if not left[finished.part]:
+                        for stored in parts[finished.part]:
+                            stored.advise(needed=False)
+                            done += len(stored.bytes)
+                        tell(done / total)
+
+    def _put_vector(self, name: str, stored: Sequence[Stored]) -> None:
         at, length = self._offsets[name], self._lengths[name]
-        self.data[at : at + 4 * length].view(torch.float32).copy_(vector.detach())
+        found = torch.cat([as_floats(each) for each in stored])
+        self.data[at : at + 4 * length].view(torch.float32).copy_(found)
+
+    def _pieces(self, matrix: Matrix, sources: Sequence[Stored]) -> Iterator[tuple[str, list[_Piece]]]:
+        """A matrix cut into what one thread packs at a time: its kind, and runs of outputs that have one source."""
+        start, rows = self.address(matrix.name), matrix.rows()
+        assert start is not None
+        ends = np.cumsum([stored.shape[0] for stored in sources])
+        which = np.searchsorted(ends, np.maximum(rows, 0), side="right")
+        own = np.where(rows < 0, -1, rows - np.array([0, *ends[:-1]])[which]).astype(np.int32)
+        for number, stored in enumerate(sources):
+            if stored.order is not None:
+                mine = (which == number) & (rows >= 0)
+                own[mine] = stored.order[own[mine]]
+        tile = int(kernels().hs_packed_bytes(KINDS[matrix.kind], LANES, matrix.inputs))
+        most = max(_PIECE // tile, 1) * LANES  # outputs
+        edges = sorted({0, len(rows), *(np.flatnonzero(np.diff(which)) + 1).tolist(), *range(0, len(rows), most)})
+        found: list[_Piece] = []
+        for first, last in pairwise(edges):
+            found.append((sources[which[first]], own[first:last], start + first // LANES * tile))
+            if last % most == 0 or last == len(rows):
+                yield matrix.kind, found
+                found = []
 
 
-def why_not(model: nn.Module) -> str | None:
-    """None if the kernels can run the model, else the reason in words."""
-    reason = why_not_lowered(model)
-    if reason is not None:
-        return reason
-    if missing := parts_of(model) - PARTS:
-        return f"it {' and '.join(sorted(missing))}, which the CPU kernels do not"
-    config: Any = model.config
-    if config.hidden_size % GROUP or config.intermediate_size % GROUP:
-        return f"its widths are not multiples of {GROUP}"
-    return None
+_Piece: TypeAlias = tuple[Stored, Rows, int]  # rows of a source, and the address of the first tile
+
+
+def _pack_pieces(kind: str, pieces: list[_Piece]) -> None:
+    for stored, rows, address in pieces:
+        pack_rows(kind, stored, rows, address)
 
 
 @torch.no_grad()
 def pack_model(model: nn.Module, kind: str) -> Packed:
-    """Round and pack a model's weights. Call ``why_not`` first."""
-    weights = lower(model)
-    packed = Packed(_plan(weights, kind))
-    block = torch.arange(weights.ffn).view(-1, GROUP)
-    paired = torch.stack([block, block + weights.ffn], dim=1).flatten().to(torch.int32)
-    for i, layer in enumerate(weights.layers):
-        packed.put_matrix(f"{i}.qkv", layer.qkv.data)
-        packed.put_matrix(f"{i}.out", layer.o.data)
-        packed.put_matrix(f"{i}.gate_up", layer.gate_up.data, paired)
-        packed.put_matrix(f"{i}.down", layer.down.data)
-        for name, vector in (
-            ("input_norm", layer.input_norm),
-            ("post_norm", layer.post_norm),
-            ("q_norm", layer.q_norm),
-            ("k_norm", layer.k_norm),
-            ("qkv_bias", layer.qkv_bias),
-            ("out_bias", layer.o_bias),
-        ):
-            if vector is not None:
-                packed.put_vector(f"{i}.{name}", vector)
-    packed.put_vector("norm", weights.norm)
-    packed.put_matrix("embedding", weights.embedding)
-    if not packed.plan.tied:
-        packed.put_matrix("head", weights.head.data)
+    """Round and pack a live model's weights. Call ``why_not`` first."""
+    packed = Packed(plan_of(model, kind))
+    weights = {name: in_memory(weight) for name, weight in model.state_dict().items() if weight.is_floating_point()}
+    packed.fill(parts_from(packed.plan, weights))
     return packed
-
-
-def _plan(weights: Weights, kind: str) -> Plan:
-    first = weights.layers[0]
-    rotary: nn.Module = weights.rotary
-    frequencies = rotary.inv_freq
-    assert isinstance(frequencies, Tensor)
-    return Plan(
-        kind=kind,
-        table_kind="float32" if kind == "float32" else "int8",
-        hidden=weights.hidden,
-        heads=weights.heads,
-        kv_heads=weights.kv_heads,
-        head_dim=weights.head_dim,
-        ffn=weights.ffn,
-        vocab=weights.vocab_size,
-        eps=weights.eps,
-        windows=tuple(layer.window or 0 for layer in weights.layers),
-        qkv_bias=first.qkv_bias is not None,
-        out_bias=first.o_bias is not None,
-        qk_norm=first.q_norm is not None,
-        tied=weights.head.data.data_ptr() == weights.embedding.data_ptr(),
-        inverse_frequencies=tuple(frequencies.float().tolist()),
-        rotary_scale=float(rotary.attention_scaling),  # type: ignore[arg-type]
-    )
-
-
-def _padded(outputs: int) -> int:
-    return -(-outputs // LANES) * LANES
 
 
 # -- on disk ------------------------------------------------------------------------------------------------------
@@ -222,7 +154,7 @@ def save_packed(packed: Packed, path: Path, about: str = "") -> None:
     """One safetensors file; the plan, and what there is to say ``about`` the model, are in its header."""
     header = {
         "version": VERSION,
-        "plan": json.dumps(asdict(packed.plan)),
+        "plan": plan_text(packed.plan),
         "about": about,
         "sha256": _digest(packed.data),
     }
@@ -261,11 +193,10 @@ def _read_packed(path: Path) -> Packed | None:
         about = file.metadata() or {}
         if about.get("version") != VERSION:
             return None
-        values = json.loads(about["plan"])
-        if set(values) != {f.name for f in fields(Plan)}:
+        plan = plan_from(about["plan"])
+        if plan is None:
             return None
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        packed = Packed(Plan(**values | lists))
+        packed = Packed(plan)
         stored = file.get_tensor("data")
         # Files of versions that noted no digest are taken as they are.
         if stored.numel() != packed.bytes or about.get("sha256", "") not in ("", _digest(stored)):

@@ -92,6 +92,9 @@ class CpuRunner(Watched, ModelRunner):
                 layer.keys.data_ptr(),
                 layer.values.data_ptr(),
                 plan.windows[i],
+                packed.matrix(f"{i}.k", f"{i}.qkv_bias"),
+                packed.matrix(f"{i}.v", f"{i}.qkv_bias"),
+                packed.matrix(f"{i}.up"),
             )
         keys = slab.layers[0].keys
         record = ModelRecord(

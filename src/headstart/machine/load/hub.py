@@ -26,7 +26,7 @@ from urllib.request import getproxies, proxy_bypass
 from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
 from transformers.utils import cached_file
 
-__all__ = ["Remote", "architecture", "found_at", "out_of_reach"]
+__all__ = ["Remote", "architecture", "found_at", "out_of_reach", "snapshot"]
 
 PATIENCE = 1.5  # seconds for an address and a connection, unless HF_HUB_ETAG_TIMEOUT says how slow the network is
 _REMEMBERED = 10.0  # seconds: one model asks several times while it is loaded
@@ -74,6 +74,30 @@ def _cached(name: str, remote: Remote) -> str | None:
     """Not by the hub's client, which asks the network a question or two even when it is told to stay here."""
     found = try_to_load_from_cache(name, "config.json", revision=remote.revision)
     return found if isinstance(found, str) else None
+
+
+def snapshot(name: str, remote: Remote) -> Path | None:
+    """The folder of a model on the hub with its weights in safetensors, fetched if they are not here; None if they
+    cannot be had, or not in this way."""
+    try:
+        folder = found_at(name, remote)
+        if remote.offline:
+            return folder
+        index = _fetched(name, "model.safetensors.index.json", remote)
+        parts = [] if index is None else json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        for file in {*parts} or {"model.safetensors"}:
+            if _fetched(name, str(file), remote) is None:
+                return None
+        _fetched(name, "generation_config.json", remote)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return folder
+
+
+def _fetched(name: str, file: str, remote: Remote) -> Path | None:
+    """One file of a model on the hub; None if it has no such file."""
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **remote.files)
+    return None if found is None else Path(found)
 
 
 def architecture(name: str | Path, revision: str | None = None) -> str | None:

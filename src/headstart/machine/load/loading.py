@@ -19,7 +19,8 @@ import torch
 from ...errors import HeadstartError, InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
 from ..runner import attention_kinds, context_limit
 from .faults import check_folder, check_snapshot, explained, local_path
-from .gguf import is_gguf, read_gguf, read_header
+from .gguf import read_gguf
+from .gguf_header import FLOATS, is_gguf, read_header
 from .hub import Remote, found_at
 from .quiet import quiet
 from .refusals import model_class, refusals, refuse
@@ -229,8 +230,10 @@ def _fetch(
     path = local_path(name)
     if path is not None and is_gguf(path) and path.is_file():
         header = read_header(path)
-        model, tokenizer = read_gguf(path, dtype)
-        return model, tokenizer, (header.weights(str(model.dtype).removeprefix("torch.")),)
+        # A file of few bits has no type of its own: on a GPU it gets the one that models are trained in.
+        model, tokenizer = read_gguf(path, dtype or (torch.float32 if header.kind == "F32" else torch.bfloat16))
+        how = "read" if header.kind in FLOATS else "spelt out"
+        return model, tokenizer, (header.weights(f"{how} as {str(model.dtype).removeprefix('torch.')}"),)
     if device_map is not None and find_spec("accelerate") is None:
         raise MissingExtra("accelerate", "placement")
     if path is None and not remote.offline:

@@ -2,8 +2,9 @@
 
 Knows: which of the runners suits a model, and when weights are rounded. Does not know: drafters, engines.
 
-Rounding changes a target's numbers, so "auto" rounds only the embedded model, whose own file has these very 4-bit
-weights. A draft's guesses are checked by the target, so there "auto" rounds whatever the CPU's kernels can run.
+Rounding changes a target's numbers, so "auto" rounds no weights: GGUF files, and the embedded model, which is one, run
+on a CPU with the numbers they have (activations are rounded there). A draft's guesses are checked by the target, so
+there "auto" rounds whatever the CPU's kernels can run.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from ..cpu.runner import CpuRunner
 from ..lower import CLASSES
 from ..runner import EagerRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
-from .gguf import Header, is_gguf, read_header
-from .hub import Remote, architecture
+from .faults import check_folder, local_path
+from .gguf_header import FLOATS, Header, is_gguf, read_header
+from .hub import Remote, architecture, snapshot
 from .loading import Capability, Loaded, device_for, load
-from .packed_store import keep, place_for, take
+from .packed_store import keep, keep_outline, place_for, take, take_outline
+from .streamed import OWN, Streamed, pack_again, stream_folder, stream_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -121,33 +124,42 @@ def load_target(
             notes = (f"{what}: {reason}",)
     kind = None if quantization == "auto" else quantization
     wish = _Wish(source, kind, dtype, revision, placement)
+    if quantization == "auto" and wish.has_own_bits():
+        wish = wish._replace(kind=OWN)
     wish.prepare_kernels(tell)
-    ready = wish.taken() if tokenizer is None else None
-    if ready is not None:
+    ready = wish.taken(tokenizer, tell) or wish.streamed(tokenizer, tell)
+    if isinstance(ready, Opened):
         return ready
+    if wish.kind == OWN:
+        what = f"{Path(str(source)).name} runs in float32 on torch, several times slower than with its own bits"
+        fall_back(what, str(ready))
+        notes = (*notes, f"{what}: {ready}")
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
-    loaded = replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, *notes)))
-    if isinstance(source, (str, Path)) and is_gguf(source):
-        loaded = _own_bits(loaded, read_header(Path(source).expanduser()), kind)
+    loaded = _noted(loaded, *notes)
+    if isinstance(source, (str, Path)) and is_gguf(source) and kind is None and wish.kind != OWN:
+        loaded = _advised(loaded, read_header(Path(source).expanduser()))
     # Asked again: only now a model from the hub has all its files here.
-    place = wish.place() if tokenizer is None else None
+    place = wish.place() if tokenizer is None and kind is not None else None
     return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
 
 
-def _own_bits(loaded: Loaded, header: Header, kind: str | None) -> Loaded:
-    """The target with a note about its file's own bits: whether they are kept, or how to run them."""
-    on_cpu = loaded.model.device.type == "cpu"
-    note = None
-    if kind is not None:
-        if on_cpu and kind == header.own_bits():
-            note = f"{kind} keeps the very numbers of the file's {header.kind} layers"
-    elif (why_not_packed(loaded.model) if on_cpu else gpu.reason_against(loaded.model, "int4")) is None:
-        note = header.advice(exact=on_cpu)
-    if note is None:
+def _noted(loaded: Loaded, *notes: str) -> Loaded:
+    return replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, *notes)))
+
+
+def _advised(loaded: Loaded, header: Header) -> Loaded:
+    """The target, spelt out, with a note about how to run fewer bits."""
+    if header.kind in FLOATS:
         return loaded
-    if kind is None:
-        log.warning("%s; %s", header.weights(loaded.report.dtype), note)
-    return replace(loaded, report=replace(loaded.report, notes=(*loaded.report.notes, note)))
+    if loaded.model.device.type == "cpu":
+        if why_not_packed(loaded.model) is not None:
+            return loaded
+        return _noted(loaded, "without dtype= and quantization= it runs with its own bits, several times faster")
+    if gpu.reason_against(loaded.model, "int4") is not None:
+        return loaded
+    note = "quantization='int4' or 'int8' rounds them anew"
+    log.warning("%s; %s", header.weights(f"spelt out as {loaded.report.dtype}"), note)
+    return _noted(loaded, note)
 
 
 def load_draft(
@@ -162,9 +174,11 @@ def load_draft(
     check_quantization("draft_quantization", quantization)
     kind = "int8" if quantization == "auto" else quantization
     wish = _Wish(source, kind, dtype, None, placement)
+    if quantization == "auto" and wish.has_own_bits():
+        wish = wish._replace(kind=OWN)
     wish.prepare_kernels(tell)
-    ready = wish.taken()
-    if ready is not None:
+    ready = wish.taken(None, tell) or wish.streamed(None, tell)
+    if isinstance(ready, Opened):
         return ready
     loaded = load(source, dtype=dtype, **placement)
     if quantization == "auto" and not can_round_draft(loaded):
@@ -203,7 +217,8 @@ def _fastest(
         packed = open_packed(loaded, opened.quantization, probe=probe, threads=threads, packed=opened.packed, **sizes)
         if opened.packed is None and opened.place is not None:
             keep(opened.place, loaded, packed.packed)
-        return packed, replace(loaded, report=described(loaded.report, packed.packed))
+        own = opened.quantization == OWN
+        return packed, replace(loaded, report=described(loaded.report, packed.packed, own=own))
     reason = gpu.reason_against(loaded.model)
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
@@ -241,10 +256,17 @@ class _Wish(NamedTuple):
     """A model, and how it is to be loaded."""
 
     source: str | Path | PreTrainedModel
-    kind: str | None
+    kind: str | None  # of its weights: "int8", "int4", OWN, or None for floats
     dtype: str | torch.dtype
     revision: str | None
     placement: dict[str, Any]
+
+    def has_own_bits(self) -> bool:
+        """Is it a file of quantized weights, for a CPU, and nobody asks for anything else?"""
+        if self.dtype != "auto" or not _on_cpu(self.placement) or not isinstance(self.source, (str, Path)):
+            return False
+        path = Path(self.source).expanduser()
+        return is_gguf(path) and path.is_file() and read_header(path).kind not in FLOATS
 
     def prepare_kernels(self, tell: Tell) -> None:
         """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
@@ -260,13 +282,55 @@ class _Wish(NamedTuple):
         token = self.placement.get("token")
         return place_for(self.source, self.kind, dtype=self.dtype, revision=self.revision, token=token)
 
-    def taken(self) -> Opened | None:
+    def taken(self, tokenizer: PreTrainedTokenizerBase | None, tell: Tell) -> Opened | None:
         """The model as it was packed before, without its float weights; None if it was not."""
-        place = self.place()
+        place = self.place() if tokenizer is None else None
         if place is None or not isinstance(self.source, (str, Path)):
             return None
+        if self.kind == OWN:
+            outline = take_outline(place)
+            if outline is None:
+                return None
+            return Opened(outline[0], OWN, pack_again(Path(self.source).expanduser(), outline[1], tell))
         found = take(place, self.source, Remote(self.revision, self.placement.get("token")))
         return Opened(found[0], self.kind, found[1]) if found is not None else None
+
+    def streamed(self, tokenizer: PreTrainedTokenizerBase | None, tell: Tell) -> Opened | str | None:
+        """The model packed tensor by tensor; else why it cannot be, or None where the ordinary way says more."""
+        if self.kind is None or not isinstance(self.source, (str, Path)) or not _on_cpu(self.placement):
+            return None
+        if str(self.dtype).removeprefix("torch.") not in ("auto", "float32"):
+            return None  # rounded to that first, which only the ordinary way does
+        if (missing := no_kernels()) is not None:
+            return missing
+        path = local_path(self.source)
+        if path is not None and is_gguf(path) and path.is_file():
+            found: Streamed | str | None = stream_gguf(path, self.kind, tell, tokenizer)
+        else:
+            found = None if tokenizer is not None else self._from_folder(path, tell)
+        if found is None or isinstance(found, str):
+            return found
+        place = self.place() if tokenizer is None else None
+        if place is not None and self.kind == OWN:
+            keep_outline(place, found.loaded, found.packed.plan)
+        elif place is not None:
+            keep(place, found.loaded, found.packed)
+        return Opened(found.loaded, self.kind, found.packed)
+
+    def _from_folder(self, path: Path | None, tell: Tell) -> Streamed | None:
+        assert isinstance(self.source, (str, Path))
+        assert self.kind is not None
+        remote = Remote(self.revision, self.placement.get("token"))
+        if self.placement.get("trust_remote_code"):
+            return None
+        if path is None:
+            name = str(self.source)
+            folder = snapshot(name, remote)
+            return None if folder is None else stream_folder(folder, self.kind, remote, tell, name=name)
+        if not path.is_dir():
+            return None
+        check_folder(path)
+        return stream_folder(path, self.kind, remote, tell)
 
 
 def _on_cpu(placement: dict[str, Any]) -> bool:

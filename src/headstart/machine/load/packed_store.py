@@ -16,13 +16,16 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cache import guarded_folders
 from ..cpu.packed import VERSION, Packed, load_packed, said_about, save_packed
-from ..files import make_readable, new_folder, sweep, temporary
+from ..cpu.plan import Plan, plan_from, plan_text
+from ..files import make_readable, new_folder, read_guarded, sweep, temporary, write_whole
+from .gguf_header import gguf_parts
 from .hub import Remote, found_at
 from .loading import Loaded, fetch_tokenizer
 from .model_info import outlined, report_from, report_text
@@ -30,13 +33,14 @@ from .model_info import outlined, report_from, report_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["keep", "place_for", "take"]
+__all__ = ["keep", "keep_outline", "place_for", "take", "take_outline"]
 
 log = logging.getLogger(__name__)
 
 ROOM = 20.0  # gigabytes for all copies, unless $HEADSTART_CACHE_GB says otherwise; 0 keeps none
 _SHELF = "packed"  # the cache's folder for copies
 _WEIGHTS = "weights.safetensors"
+_OUTLINE = "outline.json"  # of a model whose weights are packed from its file each time
 
 
 def place_for(
@@ -46,7 +50,7 @@ def place_for(
     nowhere to keep one."""
     try:
         path = found_at(source, Remote(revision, token))  # on the hub: what the revision stands for now
-        files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+        files = gguf_parts(path) if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     except (OSError, ValueError):
         return None
@@ -81,6 +85,25 @@ def take(place: Path | None, source: str | Path, remote: Remote) -> tuple[Loaded
     return found, packed
 
 
+def take_outline(place: Path) -> tuple[Loaded, Plan] | None:
+    """What ``keep_outline`` kept; None if there is nothing."""
+    try:
+        about = json.loads(read_guarded(place / _OUTLINE))
+        plan, report = plan_from(about["plan"]), report_from(about["report"])
+        if about["version"] != VERSION or plan is None or report is None:
+            raise OSError("it is of another version")
+        found = outlined(place, report)
+        with suppress(OSError):  # another's, that may be read
+            os.utime(place)  # it was used now
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        log.info("what is kept in %s cannot be used: %s", place, error)
+        _discard(place)
+        return None
+    return found, plan
+
+
 def keep(place: Path, loaded: Loaded, packed: Packed) -> None:
     """Put a packed model on the shelf. A disk that is full or read-only costs the packing next time, and no more."""
     room = _room()
@@ -89,21 +112,36 @@ def keep(place: Path, loaded: Loaded, packed: Packed) -> None:
             "no packed copy is kept: it takes %.1f GB (HEADSTART_CACHE_GB is %.1f)", packed.bytes / 1e9, room / 1e9
         )
         return
+    _put(place, loaded, lambda work: save_packed(packed, work / _WEIGHTS, report_text(loaded.report)))
+    _clear(place.parent, room)
+
+
+def keep_outline(place: Path, loaded: Loaded, plan: Plan) -> None:
+    """Keep all of a GGUF file's model but its weights, which are packed from the file as fast as a copy would be read:
+    reading its configuration and its tokenizer takes longer than that."""
+    if not _room():
+        return
+    about = {"version": VERSION, "plan": plan_text(plan), "report": report_text(loaded.report)}
+    _put(place, loaded, lambda work: write_whole(work / _OUTLINE, json.dumps(about), guarded=True))
+    _clear(place.parent, _room())
+
+
+def _put(place: Path, loaded: Loaded, write: Callable[[Path], None]) -> None:
+    """A folder with a model's configuration, its tokenizer, and whatever ``write`` puts there."""
     try:
         sweep(place.parent, before=r"\..+-int[48]-[0-9a-f]{20}(-old)?-\d+")
         with new_folder(place) as work:
             work.chmod(work.stat().st_mode & ~0o022)
-            save_packed(packed, work / _WEIGHTS, report_text(loaded.report))
+            write(work)
             loaded.model.config.save_pretrained(work)
             if getattr(loaded.model, "generation_config", None) is not None:
                 loaded.model.generation_config.save_pretrained(work)
             if loaded.tokenizer is not None:
                 loaded.tokenizer.save_pretrained(work)
             make_readable(work, guarded=True)
-        log.info("kept a packed copy in %s (%.2f GB)", place, packed.bytes / 1e9)
+        log.info("kept a packed copy in %s", place)
     except OSError as error:
         log.info("no packed copy is kept in %s: %s", place, error)
-    _clear(place.parent, room)
 
 
 def _room() -> float:
