@@ -123,13 +123,6 @@ class OneReading(Teacher):
         return self._last
 
 
-def spare(student: Student) -> Student:
-    """A copy that may be thrown away."""
-    made = copy.copy(student)
-    setattr(made, "net" if isinstance(student, HeadStudent) else "model", copy.deepcopy(student.module))
-    return made
-
-
 def wait(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -141,7 +134,7 @@ def try_optimizers(student: Student, teacher: Teacher, corpus: Corpus, base: dic
     found = {}
     for name in ("adamw", "muon"):
         settings = TrainSettings(**base | {"steps": 100, "evaluate_every": 100, "optimizer": name})
-        trainer = Trainer(spare(student), teacher, corpus, settings, COST, out / "none")
+        trainer = Trainer(copy.deepcopy(student), teacher, corpus, settings, COST, out / "none")
         trainer.checkpoint = lambda: None  # type: ignore[method-assign]
         found[name] = trainer.run()[-1]
         say(f"{name}: tau {found[name].tau:.3f}, greedy {found[name].tau_greedy:.3f}, loss {found[name].loss:.4f}")
@@ -153,7 +146,8 @@ def train(
 ) -> None:
     """All students on the same batches, step by step, until the time is up."""
     probes = [
-        Trainer(spare(s), teacher, corpus, TrainSettings(**base), COST, out / "n") for s, base in students.values()
+        Trainer(copy.deepcopy(s), teacher, corpus, TrainSettings(**base), COST, out / "n")
+        for s, base in students.values()
     ]
     started = 0.0
     for step in range(14):
@@ -197,7 +191,7 @@ def put_away(name: str, trainer: Trainer, out: Path) -> None:
     folder = Path("/tmp") / f"headstart-{name}"
     student = trainer.student
     if isinstance(student, ModelStudent):  # half the bytes, and training goes on with all of them
-        student = ModelStudent(copy.deepcopy(student.model).to(torch.bfloat16), student.tokenizer)
+        student = ModelStudent(copy.deepcopy(student.module).to(torch.bfloat16), student.tokenizer)
     student.save(folder)
     weights = (folder / "model.safetensors").read_bytes()
     for number, at in enumerate(range(0, len(weights), PART)):
@@ -277,7 +271,7 @@ def main() -> None:
     say(f"model: {arguments.layers} layers, {sum(p.numel() for p in narrow.parameters()) / 1e6:.1f}M weights")
     about = {"target": "HuggingFaceTB/SmolLM2-135M-Instruct", "seed": arguments.seed}
     head, model = HeadStudent(net, loaded.model, about), ModelStudent(narrow, None)
-    before = spare(head)
+    before = copy.deepcopy(head)
     teacher = OneReading(loaded.model, net.config.watch)
     base = {"rows": arguments.batch, "unroll": arguments.unroll, "seed": arguments.seed}
     base["learning_rate"] = arguments.learning_rate

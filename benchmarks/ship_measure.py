@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from headstart.distill.losses import Goal, acceptance, draft_tau
-from headstart.distill.shards import Story
-from headstart.distill.students import Batch, Reading, Student, Teacher
+from headstart.distill.shards import Story, batch_of
+from headstart.distill.students import Reading, Student, Teacher
 from headstart.machine.load.loading import eos_ids
 from headstart.maths.cost import round_tokens
 
@@ -47,16 +47,6 @@ def answers(loaded: Any, prompts: list[list[int]], temperature: float, tokens: i
         answer = np.arange(len(line)) >= len(prompt)
         stories.append(Story(np.array(line, dtype=np.int32), answer, temperature))
     return stories
-
-
-def batch_of(stories: list[Story], device: torch.device) -> Batch:
-    tokens = np.zeros((len(stories), max(len(s.tokens) for s in stories)), dtype=np.int64)
-    answer = np.zeros(tokens.shape, dtype=np.bool_)
-    for row, story in enumerate(stories):
-        tokens[row, : len(story.tokens)] = story.tokens
-        answer[row, : len(story.tokens)] = story.answer
-    temperature = torch.tensor([story.temperature for story in stories], device=device)
-    return Batch(torch.from_numpy(tokens).to(device), torch.from_numpy(answer), temperature)
 
 
 @torch.no_grad()
@@ -97,7 +87,9 @@ def on_prompts(
     for kind in dict.fromkeys(kinds):
         mine = [story for story, other in zip(stories, kinds, strict=True) if other == kind]
         with half:
-            found = rates_on(student, teacher.read(batch_of(mine, device)), gamma)
+            found = rates_on(
+                student, teacher.read(batch_of(mine, max(len(story.tokens) for story in mine), device)), gamma
+            )
         if mine[0].temperature == 0:
             sums = np.sum([rounds(found[1, :, row], story) for row, story in enumerate(mine)], axis=0)
             results[kind] = {"alpha": float(sums[3] / max(1, sums[2])), "tau": float(sums[1] / max(1, sums[0]))}

@@ -11,7 +11,8 @@ from tokenizer_tools import smollm
 from transformers import PreTrainedTokenizerFast
 
 from headstart import InvalidParameter, ModelNotFound, ModelRefused
-from headstart.distill.data import DataSettings, make_data, read_prompts
+from headstart.cli.distill import _prompts as read_prompts
+from headstart.distill.data import DataSettings, make_data
 from headstart.distill.openers import OPENERS
 from headstart.distill.selfplay import SelfPlay, chat_marks
 from headstart.distill.shards import Corpus, Story, finished_shards, read_shard, write_shard
@@ -38,7 +39,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_data(target: Loaded, tmp_path: 
     make_data(target, tmp_path / "whole", SMALL)
     assert finished_shards(tmp_path / "whole") == 4
 
-    def kill(done: int, total: int, tokens: int) -> None:
+    def kill(done: int, total: int) -> None:
         if done == 2:
             raise Killed
 
@@ -47,7 +48,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_data(target: Loaded, tmp_path: 
     (tmp_path / "cut" / ".shard-00002.safetensors.123").write_bytes(b"half a shard")
     assert finished_shards(tmp_path / "cut") == 2
     made: list[int] = []
-    make_data(target, tmp_path / "cut", SMALL, progress=lambda done, total, tokens: made.append(done))
+    make_data(target, tmp_path / "cut", SMALL, progress=lambda done, total: made.append(done))
     assert made == [3, 4], "finished shards are kept"
     (tmp_path / "cut" / ".shard-00002.safetensors.123").unlink()
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
@@ -83,18 +84,21 @@ def test_another_plan_in_the_same_folder_is_refused(target: Loaded, tmp_path: Pa
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     lines = tmp_path / "prompts.txt"
     lines.write_text("One?\n\nTwo?\nOne?\n")
-    assert read_prompts(lines) == ["One?", "Two?"]
+    assert read_prompts(str(lines)) == ["One?", "Two?"]
     records = tmp_path / "prompts.jsonl"
     records.write_text('{"prompt": "Hi", "task": "x"}\n')
-    assert read_prompts(records) == ["Hi"]
+    assert read_prompts(str(records)) == ["Hi"]
     records.write_text('{"text": "Hi"}\n')
     with pytest.raises(InvalidParameter, match="line 1"):
-        read_prompts(records)
+        read_prompts(str(records))
+    records.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    with pytest.raises(InvalidParameter, match="not conversations"):
+        read_prompts(str(records))
     with pytest.raises(InvalidParameter, match="cannot be read"):
-        read_prompts(tmp_path / "none")
+        read_prompts(str(tmp_path / "none"))
     lines.write_text("\n")
     with pytest.raises(InvalidParameter, match="nothing"):
-        read_prompts(lines)
+        read_prompts(str(lines))
     tokenizer = smollm()
     chatty = load(tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1), tokenizer=tokenizer)
     settings = DataSettings(sequences=3, shard=3, answer_tokens=4, rows=2)
@@ -130,7 +134,7 @@ def test_batches_visit_every_sequence_once_an_epoch(tmp_path: Path) -> None:
     assert batch.tokens[1].tolist() == [3, 3, 3, 3, 3, 0]
     assert batch.answer[1].tolist() == [False, False, False, True, True, False]
     assert int(corpus.counts(20)[4]) == 3
-    assert corpus.question(4) == [4, 4, 4]
+    assert corpus.stories[4].question == [4, 4, 4]
     with pytest.raises(ModelNotFound):
         Corpus(tmp_path / "none", 6)
 

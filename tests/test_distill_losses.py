@@ -10,7 +10,8 @@ import torch
 
 from headstart import InvalidParameter
 from headstart.distill import losses
-from headstart.distill.losses import Goal, acceptance, check_loss, distance, draft_tau
+from headstart.distill.losses import Goal, acceptance, distance, draft_tau
+from headstart.distill.train import TrainSettings
 from headstart.machine import gpu
 
 P = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.1, 0.7]])
@@ -22,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def test_a_draft_that_says_the_same_has_no_loss_and_is_always_accepted() -> None:
     goal = Goal.of(LOGITS, None, ONES)
     for loss in ("forward", "reverse", "tv", "mix"):
-        value, alpha = distance(goal, LOGITS, check_loss(loss))
+        value, alpha = distance(goal, LOGITS, loss)
         assert float(value) == pytest.approx(0, abs=1e-5)
         assert float(alpha) == pytest.approx(1, abs=1e-5)
 
@@ -68,7 +69,7 @@ def test_following_the_slope_leads_to_the_target(loss: str) -> None:
     optimizer = torch.optim.Adam([guess], lr=0.1)
     for _ in range(300):
         optimizer.zero_grad()
-        distance(goal, guess, check_loss(loss))[0].backward()
+        distance(goal, guess, loss)[0].backward()
         optimizer.step()
     assert float(distance(goal, guess, "tv")[1]) > 0.97
 
@@ -85,7 +86,7 @@ def test_tau_multiplies_along_a_draft() -> None:
 
 def test_unknown_losses_are_named() -> None:
     with pytest.raises(InvalidParameter, match="loss must be one of forward"):
-        check_loss("square")
+        TrainSettings(loss="square")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(gpu.available() is not None, reason=str(gpu.available()))
@@ -106,7 +107,7 @@ def test_fused_kernels_give_the_same_losses_and_slopes(all_words: bool, monkeypa
         found = [goal.log_p, goal.best, *acceptance(goal, guess)]
         for loss in ("forward", "tv", "mix"):
             mine = guess.clone().requires_grad_()
-            value, rate = distance(goal, mine, check_loss(loss))
+            value, rate = distance(goal, mine, loss)
             value.backward()
             found += [value.detach(), rate, mine.grad]
         return found

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,9 +56,29 @@ def settings(kind: str, steps: int = 60) -> DistillSettings:
     )
 
 
+class Told:
+    """Hears how it goes."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.steps = 0
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text.partition(":")[0])
+
+    def data(self, done: int, total: int) -> None:
+        assert 1 <= done <= total
+
+    def training(self, mark: Any, step: int) -> None:
+        self.steps = max(self.steps, step)
+
+
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_draft_is_made_served_and_described(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    before, after = distill(load(target), tmp_path, settings(kind), name="tiny", command="headstart distill ...")
+    told = Told()
+    before, after = distill(load(target), tmp_path, settings(kind), told, name="tiny", command="headstart distill ...")
+    assert told.stages == ["text", "the untrained draft, for comparison", "training", "proof"]
+    assert told.steps == 60
     assert after.same_tokens
     assert before.same_tokens
     assert after.tau_greedy > max(1.5, before.tau_greedy if kind == "head" else 0)
@@ -94,7 +115,7 @@ def test_a_draft_is_made_served_and_described(kind: str, target: PreTrainedModel
 
 def test_a_narrow_model_directory_loads_in_plain_transformers(target: PreTrainedModel, tmp_path: Path) -> None:
     narrow = replace(settings("model", 100), layers=2, width=24, ffn=None)
-    before, after = distill(load(target), tmp_path, narrow)
+    before, after = distill(load(target), tmp_path, narrow, Told())
     assert after.tau_greedy > before.tau_greedy + 0.2
     served = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert served.config.hidden_size == 24
@@ -104,16 +125,16 @@ def test_a_narrow_model_directory_loads_in_plain_transformers(target: PreTrained
     assisted = target.generate(ids, assistant_model=served, **options)  # type: ignore[operator]
     assert torch.equal(plain, assisted)
     with pytest.raises(InvalidParameter, match="width must be a multiple of 12"):
-        distill(load(target), tmp_path / "odd", replace(settings("model"), width=30))
+        distill(load(target), tmp_path / "odd", replace(settings("model"), width=30), Told())
 
 
 def test_a_crash_between_the_stages_costs_nothing(target: PreTrainedModel, tmp_path: Path) -> None:
     """The proof blows up after training; the second call finds everything done and gives the same draft."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    distill(load(target), whole, settings("head", 20))
+    distill(load(target), whole, settings("head", 20), Told())
     shutil.copytree(whole / "training", cut / "training")
     shutil.rmtree(cut / "training" / "checkpoint")
-    distill(load(target), cut, settings("head", 20))
+    distill(load(target), cut, settings("head", 20), Told())
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (cut / "training" / "cost.json").read_bytes() == (whole / "training" / "cost.json").read_bytes()
 
@@ -121,7 +142,7 @@ def test_a_crash_between_the_stages_costs_nothing(target: PreTrainedModel, tmp_p
 def test_a_donor_must_share_the_tokenizer(target: PreTrainedModel, tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=50).save_pretrained(tmp_path / "donor")
     with pytest.raises(InvalidParameter, match="donor cannot lend"):
-        distill(load(target), tmp_path / "out", settings("model"), donor=str(tmp_path / "donor"))
+        distill(load(target), tmp_path / "out", settings("model"), Told(), donor=str(tmp_path / "donor"))
     with pytest.raises(InvalidParameter, match="kind"):
         settings("tree")
 

@@ -63,7 +63,7 @@ def trained(
     target: PreTrainedModel, corpus: Corpus, folder: Path, settings: TrainSettings = TOY, kind: str = "head"
 ) -> Trainer:
     made = student(target, kind)
-    teacher = Teacher(target, made.net.config.watch if isinstance(made, HeadStudent) else ())
+    teacher = Teacher(target, made.watch)
     try:
         trainer = Trainer(made, teacher, corpus, settings, COST, folder)
         trainer.run()
@@ -125,7 +125,7 @@ def test_a_killed_run_ends_where_a_whole_one_does(
             raise Killed
 
     made = student(target, kind)
-    teacher = Teacher(target, made.net.config.watch if isinstance(made, HeadStudent) else ())
+    teacher = Teacher(target, made.watch)
     with pytest.raises(Killed):
         Trainer(made, teacher, corpus, settings, COST, tmp_path / "cut").run(kill)
     teacher.close()
@@ -150,7 +150,7 @@ def test_killed_between_two_checkpoints(target: PreTrainedModel, corpus: Corpus,
     left.mkdir()
     os.utime(left, (1e9, 1e9))
     made = student(target)
-    teacher = Teacher(target, made.net.config.watch)
+    teacher = Teacher(target, made.watch)
     assert Trainer(made, teacher, corpus, settings, COST, tmp_path).step == 4
     teacher.close()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, Self
 
 from .errors import InvalidParameter
-from .values import integer, plain
+from .values import at_least_one, integer, plain
 
 __all__ = ["MAX_GAMMA", "Config", "DraftConfig", "EngineConfig"]
 
@@ -33,8 +33,7 @@ class EngineConfig:
     threads: int | None = None  # of a CPU; None: what measures fastest, never more than torch may use
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "prefill_chunk", "max_waiting"):
-            integer(name, getattr(self, name), 1)
+        at_least_one(self, "max_rows", "prefill_chunk", "max_waiting")
         if self.max_model_len is not None:
             integer("max_model_len", self.max_model_len, 2)
         if self.threads is not None:

@@ -71,8 +71,7 @@ def integer(name: str, value: object, low: int, high: int = INT64) -> int:
 def at_least_one(record: object, *names: str) -> None:
     """Refuse a record of settings in which one of these counts is below 1."""
     for name in names:
-        if getattr(record, name) < 1:
-            raise InvalidParameter(name, f"must be at least 1, not {getattr(record, name)}")
+        integer(name, getattr(record, name), 1)
 
 
 def flag(name: str, value: object) -> bool:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from ..errors import InvalidParameter
 from ..progress import Tell, silent, telling
 from .options import TargetOptions, section
+from .prompts import questions_in
 from .screen import describe, notes, output, show_table
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class DistillOptions:
         str | None, _draft(of="MODEL", help="Whose layers a model draft copies. Without it: the target's.")
     ] = None
     prompts: Annotated[
-        Path | None,
+        str | None,
         _data(
             of="FILE", help="A prompt a line, or .jsonl with the field 'prompt'. Without it the target writes its own."
         ),
@@ -68,7 +69,6 @@ class DistillOptions:
 
     def settings(self) -> DistillSettings:
         from ..distill.data import DataSettings
-        from ..distill.losses import check_loss
         from ..distill.make import DistillSettings
         from ..distill.train import TrainSettings
 
@@ -91,7 +91,7 @@ class DistillOptions:
                 rows=self.batch,
                 accumulate=self.accumulate,
                 learning_rate=self.learning_rate,
-                loss=check_loss(self.loss),
+                loss=self.loss,  # type: ignore[arg-type]  # checked there
                 optimizer=self.optimizer,  # type: ignore[arg-type]  # checked there
                 patience=self.patience,
                 evaluate_every=every,
@@ -112,13 +112,12 @@ def distill(*, out: Out, options: DistillOptions, target: TargetOptions) -> None
     It learns from the model's own text. docs/distill.md tells how.
     """
     with target.loading() as tell:
-        from ..distill.data import read_prompts
         from ..distill.make import distill as make
         from ..machine.load.embedded import HUB_ID, embedded_folder
         from ..machine.load.loading import load
 
         settings = options.settings()
-        asked = read_prompts(options.prompts) if options.prompts is not None else None
+        asked = _prompts(options.prompts) if options.prompts is not None else None
         name = target.model if target.model is not None else HUB_ID
         source = target.model if target.model is not None else embedded_folder(tell)
         tell(f"loading {name}")
@@ -134,9 +133,18 @@ def distill(*, out: Out, options: DistillOptions, target: TargetOptions) -> None
     command = "headstart " + " ".join(sys.argv[1:])
     with _Screen(console, options.steps) as screen:
         before, after = make(
-            loaded, out, settings, name=name, donor=options.donor, prompts=asked, command=command, reporter=screen
+            loaded, out, settings, screen, name=name, donor=options.donor, prompts=asked, command=command
         )
     _show(before, after, out)
+
+
+def _prompts(path: str) -> list[str]:
+    """Each text once."""
+    found = [question.prompt for question in questions_in(path, None)]
+    texts = [prompt for prompt in found if isinstance(prompt, str)]
+    if len(texts) < len(found):
+        raise InvalidParameter("prompts", "must be texts here, under 'prompt', not conversations under 'messages'")
+    return list(dict.fromkeys(texts))
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -174,7 +182,7 @@ class _Screen:
         self._tell("")
         self._bar = None
 
-    def data(self, done: int, total: int, tokens: int) -> None:
+    def data(self, done: int, total: int) -> None:
         self._advance("shards", done, total)
 
     def training(self, mark: Any, step: int) -> None:

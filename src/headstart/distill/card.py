@@ -34,11 +34,9 @@ class Card:
     command: str
     settings: Mapping[str, Any]
     marks: Sequence[Mark]
-    before: Figures | None
-    after: Figures | None
+    before: Figures
+    after: Figures
     cost: Mapping[str, Any]
-    licence: str = ""
-    notes: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -59,7 +57,6 @@ def write_card(card: Card, folder: Path) -> None:
         "library_name: headstart",
         f"base_model: {card.target}",
         "tags: [speculative-decoding, draft]",
-        *([f"license: {card.licence}"] if card.licence else []),
         "---",
         f"# A draft {card.kind} for {card.target}",
         "",
@@ -88,7 +85,6 @@ def write_card(card: Card, folder: Path) -> None:
         *[f"| {name} | {value} |" for name, value in card.settings.items()],
         *[f"| {name} | {value} |" for name, value in versions().items()],
         "",
-        *([card.notes, ""] if card.notes else []),
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
@@ -96,18 +92,15 @@ def write_card(card: Card, folder: Path) -> None:
 def _table(card: Card) -> list[str]:
     lines = [f"| | {' | '.join(COLUMNS)} |", "| --- | --- | --- | --- | --- | --- |"]
     for name, figures in (("before training", card.before), ("after", card.after)):
-        if figures is not None:
-            lines.append(f"| {name} | {' | '.join(figures.cells())} |")
-    figures = card.after or card.before
-    if figures is not None:
-        lines += ["", f"{figures.prompts} prompts, {figures.gamma} tokens drafted a round."]
-    if card.marks:
-        last = card.marks[-1]
-        lines += [
-            "",
-            f"On held-out text, position by position: alpha at T = 1 {_row(last.alpha)}, greedy {_row(last.greedy)}.",
-        ]
-    return lines
+        lines.append(f"| {name} | {' | '.join(figures.cells())} |")
+    last = card.marks[-1]
+    return [
+        *lines,
+        "",
+        f"{card.after.prompts} prompts, {card.after.gamma} tokens drafted a round.",
+        "",
+        f"On held-out text, position by position: alpha at T = 1 {_row(last.alpha)}, greedy {_row(last.greedy)}.",
+    ]
 
 
 def _row(values: Sequence[float]) -> str:

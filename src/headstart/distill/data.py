@@ -12,7 +12,6 @@ What a shard holds follows from the settings and the shard's number alone, and f
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,9 +33,9 @@ from .openers import OPENERS
 from .selfplay import Marks, SelfPlay, chat_marks
 from .shards import Story, check_plan, finished_shards, read_shard, write_shard
 
-__all__ = ["DataSettings", "make_data", "read_prompts"]
+__all__ = ["DataSettings", "make_data"]
 
-Progress = Callable[[int, int, int], None]  # shards done, shards in all, tokens of the last one
+Progress = Callable[[int, int], None]  # shards done, shards in all
 
 
 @dataclass(frozen=True)
@@ -58,35 +57,9 @@ class DataSettings:
             raise InvalidParameter("temperatures", f"must be numbers of at least 0, not {self.temperatures}")
 
     @property
-    def shards(self) -> int:
-        return -(-self.sequences // self.shard)
-
-    @property
     def longest(self) -> int:
         """Tokens a sequence may have, without the template's."""
         return self.prompt_tokens + self.answer_tokens
-
-
-def read_prompts(path: Path) -> list[str]:
-    """One prompt a line, or JSON lines with the field "prompt"."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameter("prompts", f"cannot be read: {error}") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if path.suffix == ".jsonl":
-            try:
-                found.append(str(json.loads(line)["prompt"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise InvalidParameter(
-                    "prompts", f"line {number} holds no JSON object with a field 'prompt'"
-                ) from error
-        else:
-            found.append(line)
-    if not found:
-        raise InvalidParameter("prompts", f"hold nothing: {path} is empty")
-    return list(dict.fromkeys(found))
 
 
 def make_data(
@@ -94,20 +67,19 @@ def make_data(
     folder: Path,
     settings: DataSettings,
     prompts: Sequence[str] | None = None,
-    progress: Progress = lambda done, total, tokens: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Fill ``folder`` with shards, going on behind those that are there."""
     source = "own" if prompts is None else hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
     maker = _Maker(loaded, settings, prompts)
     plan = asdict(settings) | {"prompts": source, "model": loaded.report.architecture, "way": maker.way}
     check_plan(folder, plan | {"weights": loaded.report.parameters})
-    done = finished_shards(folder)
+    done, shards = finished_shards(folder), -(-settings.sequences // settings.shard)
     for number in range(done):
         maker.remember(read_shard(folder, number))
-    for number in range(done, settings.shards):
-        stories = maker.shard(number)
-        write_shard(folder, number, stories)
-        progress(number + 1, settings.shards, sum(len(story.tokens) for story in stories))
+    for number in range(done, shards):
+        write_shard(folder, number, maker.shard(number))
+        progress(number + 1, shards)
 
 
 class _Maker:
@@ -117,22 +89,29 @@ class _Maker:
         self.loaded, self.settings = loaded, settings
         self._prompts: list[list[int]] | None = None
         self._marks: Marks | None = None
+        self._openers: list[list[int]] = [[]]
         self._player: SelfPlay | None = None
         self._seen: set[tuple[int, ...]] = set()
-        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
+        self._ends = set(eos_ids(loaded))
+        model, tokenizer = loaded.model, loaded.tokenizer
+        bos = getattr(tokenizer, "bos_token_id", None) or getattr(model.config, "bos_token_id", None) or 0
+        self._opening: tuple[int, ...] = (int(bos),)  # before a prompt that the target writes, and behind it
+        self._to_answer: tuple[int, ...] = ()
+        chat = bool(getattr(tokenizer, "chat_template", None))
         if prompts is not None:
             self._prompts = [self._encoded(text, chat) for text in prompts]
         elif chat:
-            assert loaded.tokenizer is not None
-            self._marks = chat_marks(loaded.tokenizer)
-            self._openers = [list(loaded.tokenizer.encode(words, add_special_tokens=False)) for words in OPENERS]
-        model = loaded.model
+            assert tokenizer is not None
+            self._marks = chat_marks(tokenizer)
+            self._opening, self._to_answer = self._marks.opening, self._marks.to_answer
+            self._ends |= set(self._marks.ends)
+            self._openers = [list(tokenizer.encode(words, add_special_tokens=False)) for words in OPENERS]
         bulk = loaded.report.device.startswith("cuda") and gpu.available() is None and gpu.why_not(model) is None
         self.way = "self-play" if self._marks is not None and bulk else "engine"
 
     def remember(self, stories: Iterable[Story]) -> None:
         """These prompts were used before."""
-        self._seen.update(_question(story) for story in stories)
+        self._seen.update(tuple(story.question) for story in stories)
 
     def shard(self, number: int) -> list[Story]:
         settings = self.settings
@@ -169,20 +148,13 @@ class _Maker:
     def _engine(self) -> Engine:
         """A fresh one for each shard: what is warm in a slab must not depend on what ran before."""
         loaded, s = self.loaded, self.settings
-        opening = len(self._marks.opening) + len(self._marks.to_answer) if self._marks is not None else 0
-        longest = opening + s.longest
+        longest = len(self._opening) + len(self._to_answer) + s.longest
         if self._prompts is not None:
             longest = max(map(len, self._prompts)) + s.answer_tokens
         runner = EagerRunner(loaded.model, rows=s.rows, max_len=longest + 2, probe=False)
         size = loaded.report.tokenizer_size or runner.vocab_size
         config = EngineConfig(max_rows=s.rows, max_waiting=4 * s.shard + s.rows)
-        return Engine(runner, None, FixedController(1), config, vocab_size=size, eos=self._ends())
-
-    def _ends(self) -> tuple[int, ...]:
-        ends = set(eos_ids(self.loaded))
-        if self._marks is not None:
-            ends |= set(self._marks.ends)
-        return tuple(sorted(ends))
+        return Engine(runner, None, FixedController(1), config, vocab_size=size, eos=sorted(self._ends))
 
     def _questions(self, number: int, count: int, seed: int) -> list[list[int]]:
         """Prompts that were not used before, up to where the answer begins."""
@@ -206,31 +178,23 @@ class _Maker:
     def _written(self, count: int, seed: int) -> list[list[int]]:
         """Prompts in the target's own words, bad ones left out."""
         s, choose = self.settings, np.random.default_rng(seed % 2**63)
-        if self._marks is None:
-            bos = getattr(self.loaded.tokenizer, "bos_token_id", None) or self.loaded.model.config.bos_token_id or 0
-            limit = max(2, s.prompt_tokens // 4)
-            starts = [[int(bos)] for _ in range(count)]
-        else:
-            limit = s.prompt_tokens
-            starts = [
-                [*self._marks.opening, *(self._openers[choose.integers(len(self._openers))] if i % 2 else [])]
-                for i in range(count)
-            ]
+        chat = self._marks is not None
+        limit = s.prompt_tokens if chat else max(2, s.prompt_tokens // 4)
+        starts = [
+            [*self._opening, *(self._openers[choose.integers(len(self._openers))] if i % 2 else [])]
+            for i in range(count)
+        ]
         params = [
             SamplingParams(temperature=s.prompt_temperature, max_tokens=limit, seed=derive(seed, i + 1))
             for i in range(count)
         ]
-        ends = set(self._ends())
         found = []
         for start, answer in zip(starts, self._run(starts, params), strict=True):
-            body = answer[:-1] if answer and answer[-1] in ends else answer
-            if self._marks is not None:
-                opener = start[len(self._marks.opening) :]
-                if len(body) == len(answer) or not _sensible([*opener, *body]):
-                    continue  # a question that has no end is no question
-                found.append([*start, *body, *self._marks.to_answer])
-            elif len(body) == len(answer) and _sensible(body):
-                found.append([*start, *body])
+            ended = bool(answer) and answer[-1] in self._ends
+            written = [*start, *(answer[:-1] if ended else answer)]
+            # In a chat a question that has no end is no question; elsewhere a text that has ended leaves no answer.
+            if ended == chat and _sensible(written[len(self._opening) :]):
+                found.append([*written, *self._to_answer])
         return found
 
     def _answer(self, questions: list[list[int]], seed: int) -> list[Story]:
@@ -267,12 +231,6 @@ class _Maker:
         if limit and len(ids) + self.settings.answer_tokens > limit:
             ids = ids[: limit - self.settings.answer_tokens]
         return ids
-
-
-def _question(story: Story) -> tuple[int, ...]:
-    """Everything before the first answer."""
-    first = int(story.answer.argmax()) if story.answer.any() else len(story.tokens)
-    return tuple(story.tokens[:first].tolist())
 
 
 def _sensible(body: Sequence[int]) -> bool:

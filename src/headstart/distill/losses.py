@@ -13,27 +13,20 @@ p may have mass on tokens outside the draft's vocabulary; there q is 0, and alph
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import InvalidParameter
 from ..machine import gpu
 
-__all__ = ["Goal", "Loss", "acceptance", "check_loss", "distance", "draft_tau"]
+__all__ = ["Goal", "Loss", "acceptance", "distance", "draft_tau"]
 
 Loss = Literal["forward", "reverse", "tv", "mix"]
 
 _LEAST = -60.0  # log-probabilities are kept above this: 0 * -inf would be NaN
+_PIECE = 4096  # positions that are looked at together
 _TURN = 3.0  # how fast "mix" goes over to tv
-
-
-def check_loss(name: str) -> Loss:
-    for known in get_args(Loss):
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise InvalidParameter("loss", f"must be one of {', '.join(get_args(Loss))}, not {name!r}")
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Goal:
 
     @staticmethod
     @torch.no_grad()
-    def of(logits: Tensor, ids: Tensor | None, temperature: Tensor, chunk: int = 4096) -> Goal:
+    def of(logits: Tensor, ids: Tensor | None, temperature: Tensor) -> Goal:
         """From the target's logits [M, V]; ``ids`` [W] are the draft's words (None: all). In pieces, to save memory."""
         temperature = temperature[:, None].float()
         if _lowered(logits):
@@ -55,8 +48,8 @@ class Goal:
             found, peaks = log_probs(logits, ids, temperature[:, 0], _LEAST)
             return Goal(found, peaks if ids is None else _placed(peaks, ids), temperature)
         log_p, best = [], []
-        for at in range(0, len(logits), chunk):
-            z = logits[at : at + chunk].float() / temperature[at : at + chunk]
+        for part, heat in zip(torch.split(logits, _PIECE), torch.split(temperature, _PIECE), strict=True):
+            z = part.float() / heat
             whole = z.logsumexp(-1, keepdim=True)
             peak = z.argmax(-1)
             if ids is not None:
@@ -65,9 +58,6 @@ class Goal:
             log_p.append((z - whole).clamp_min_(_LEAST))
             best.append(peak)
         return Goal(torch.cat(log_p), torch.cat(best), temperature)
-
-    def at(self, chosen: Tensor) -> Goal:
-        return Goal(self.log_p[chosen], self.best[chosen], self.temperature[chosen])
 
 
 def _placed(tokens: Tensor, ids: Tensor) -> Tensor:

@@ -9,24 +9,21 @@ Knows: the order of the stages and what lies where in the output folder. Does no
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from ..drafters.base import Drafter
-from ..drafters.head import HeadDrafter
-from ..drafters.model import ModelDrafter
 from ..errors import InvalidParameter
 from ..machine.load.loading import Loaded, eos_ids, load, same_tokenizer
-from ..machine.runner import EagerRunner
 from ..maths.cost import CostModel
 from ..values import at_least_one
 from .card import Card, draw_curve, write_card
 from .data import DataSettings, make_data
-from .proof import Figures, MakeDrafter, measure_cost, prove
+from .proof import Figures, measure_cost, prove
 from .shapes import draft_vocabulary, head_for, narrow_copy, shallow_copy
 from .shards import Corpus
 from .students import HeadStudent, ModelStudent, Student, Teacher
@@ -63,38 +60,26 @@ class Reporter(Protocol):
     """Who is told how it goes."""
 
     def stage(self, text: str) -> None: ...
-    def data(self, done: int, total: int, tokens: int) -> None: ...
+    def data(self, done: int, total: int) -> None: ...
     def training(self, mark: Mark | None, step: int) -> None: ...
-
-
-class _Silent:
-    def stage(self, text: str) -> None:
-        pass
-
-    def data(self, done: int, total: int, tokens: int) -> None:
-        pass
-
-    def training(self, mark: Mark | None, step: int) -> None:
-        pass
 
 
 def distill(
     target: Loaded,
     out: Path,
     settings: DistillSettings,
+    tell: Reporter,
     *,
     name: str = "",
     donor: str | None = None,
     prompts: Sequence[str] | None = None,
     command: str = "",
-    reporter: Reporter | None = None,
 ) -> tuple[Figures, Figures]:
     """Make a draft for ``target`` in ``out``; what it was worth before training and what it is worth now.
 
     ``name``: what the target is called on the card; ``donor``: where a model draft's layers come from (None: the
     target). Called again with the same settings after a crash, it goes on where it stopped.
     """
-    tell = reporter or _Silent()
     work = out / "training"
     tell.stage("text: prompts, and what the target answers")
     make_data(target, work / "data", settings.data, prompts, tell.data)
@@ -104,19 +89,21 @@ def distill(
     student = _student(target, corpus, settings, donor, name)
     device = next(target.model.parameters()).device
     student.module.to(device)
-    held = _held_prompts(corpus, settings.proof_prompts)
+    student.module.eval()
+    held = [corpus.stories[index].question for index in corpus.held[: settings.proof_prompts]]
+    make = partial(student.drafter, vocab_size=target.report.tokenizer_size or target.report.vocab_size)
+    bench = partial(
+        prove, target, make, held, gamma=settings.gamma, tokens=settings.proof_tokens, seed=settings.train.seed
+    )
 
-    before_path = work / "before.json"
-    if before_path.exists():
-        before = Figures(**json.loads(before_path.read_text(encoding="utf-8")))
-    else:
+    if not (work / "before.json").exists():
         tell.stage("the untrained draft, for comparison")
-        before = _prove(target, student, held, settings)
-        before_path.write_text(json.dumps(asdict(before)), encoding="utf-8")
-    cost = _cost(target, student, held[0], work / "cost.json")
+    before = Figures(**_kept(work / "before.json", bench))
+    known = _kept(work / "cost.json", lambda: measure_cost(target, make, held[0]))
+    cost = CostModel(known["c"], {int(width): v for width, v in known["v"].items()}, known["overhead"])
 
     tell.stage("training")
-    teacher = Teacher(target.model, student.net.config.watch if isinstance(student, HeadStudent) else ())
+    teacher = Teacher(target.model, student.watch)
     try:
         trainer = Trainer(student, teacher, corpus, settings.train, cost, work)
         marks = trainer.run(tell.training)
@@ -126,9 +113,13 @@ def distill(
     tell.stage("proof: held-out prompts with and without the draft")
     student.module.eval()
     student.save(out)
-    after = _prove(target, student, held, settings)
+    after = bench()
     draw_curve(marks, out / "curve.png")
-    write_card(_card(target, student, settings, corpus, marks, (before, after), cost, name, command), out)
+    figures = {"before": before, "after": after, "cost": asdict(cost)}
+    card = _card(
+        student, settings, corpus, marks, target=name or target.report.architecture, command=command, **figures
+    )
+    write_card(card, out)
     return before, after
 
 
@@ -152,88 +143,26 @@ def _student(target: Loaded, corpus: Corpus, settings: DistillSettings, donor: s
     return ModelStudent(shallow_copy(source.model, settings.layers), target.tokenizer)
 
 
-def _maker(target: Loaded, student: Student) -> MakeDrafter:
-    """How to draft with a student as it is now."""
-    size = target.report.tokenizer_size or target.report.vocab_size
-
-    def make(runner: EagerRunner) -> Drafter:
-        if isinstance(student, HeadStudent):
-            return HeadDrafter(student.frozen(), runner, vocab_size=size, min_chance_to_extend=0.0)
-        assert isinstance(student, ModelStudent)
-        own = EagerRunner(student.model, rows=1, max_len=runner.max_len, margin=64, probe=False)
-        return ModelDrafter(own, vocab_size=size, width=runner.vocab_size)
-
-    return make
+def _kept(path: Path, measure: Callable[[], Any]) -> dict[str, Any]:
+    """The fields of what is measured once: a resumed run must stop training at the same step, which depends on it."""
+    if not path.exists():
+        path.write_text(json.dumps(asdict(measure())), encoding="utf-8")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
-def _prove(target: Loaded, student: Student, held: list[list[int]], settings: DistillSettings) -> Figures:
-    student.module.eval()
-    figures = prove(
-        target,
-        _maker(target, student),
-        held,
-        gamma=settings.gamma,
-        tokens=settings.proof_tokens,
-        seed=settings.train.seed,
-    )
-    student.module.train()
-    return figures
-
-
-def _cost(target: Loaded, student: Student, prompt: list[int], path: Path) -> CostModel:
-    """Measured once and kept: when training stops depends on it, and a resumed run must stop at the same step."""
-    if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return CostModel(known["c"], {int(width): v for width, v in known["v"].items()}, known["overhead"])
-    student.module.eval()
-    cost = measure_cost(target, _maker(target, student), prompt)
-    student.module.train()
-    path.write_text(json.dumps(asdict(cost)), encoding="utf-8")
-    return cost
-
-
-def _held_prompts(corpus: Corpus, count: int) -> list[list[int]]:
-    """Prompts of held-out sequences, up to where the first answer begins."""
-    return [corpus.question(int(index)) for index in corpus.held[:count]]
-
-
-def _card(
-    target: Loaded,
-    student: Student,
-    settings: DistillSettings,
-    corpus: Corpus,
-    marks: list[Mark],
-    figures: tuple[Figures, Figures],
-    cost: CostModel,
-    name: str,
-    command: str,
-) -> Card:
-    weights = sum(p.numel() for p in student.module.parameters())
-    if isinstance(student, HeadStudent):
-        c = student.net.config
-        shape = (
-            f"One decoder layer of width {c.width} on the target's hidden states behind layers "
-            f"{', '.join(map(str, c.watch))}, with {c.vocab} output words; {weights / 1e6:.1f}M weights."
-        )
-    else:
-        assert isinstance(student, ModelStudent)
-        wide = student.model.get_input_embeddings().weight.shape[1]
-        shape = f"A causal language model of {settings.layers} layers, {wide} wide, {weights / 1e6:.1f}M weights."
+def _card(student: Student, settings: DistillSettings, corpus: Corpus, marks: Sequence[Mark], **rest: Any) -> Card:
     trained = settings.train
     return Card(
         kind=settings.kind,
-        target=name or target.report.architecture,
-        weights=weights,
-        shape=shape,
+        weights=student.weights,
+        shape=student.shape,
         data=(
             f"Trained on {corpus.tokens / 1e6:.2f}M tokens that the target wrote itself, at the temperatures "
             f"{', '.join(map(str, settings.data.temperatures))}, against the target's full distribution "
             f"(loss: {trained.loss}), for {marks[-1].step} of at most {trained.steps} steps."
         ),
-        command=command,
         settings={**asdict(trained), **{f"data {k}": v for k, v in asdict(settings.data).items()}},
         marks=marks,
-        before=figures[0],
-        after=figures[1],
-        cost=asdict(cost),
+        **rest,
     )

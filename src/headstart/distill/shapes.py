@@ -43,12 +43,9 @@ def head_for(
     target: PreTrainedModel,
     ids: Tensor,
     *,
-    watch: Sequence[int] | None = None,
     width: int | None = None,
     ffn: int | None = None,
     head_dim: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
     window: int = 512,
 ) -> HeadNet:
     """A fresh head for ``target`` that says the tokens ``ids``. Sizes default to the target's own.
@@ -61,19 +58,18 @@ def head_for(
     layers = len(decoder_layers(target))
     width = width or hidden
     head_dim = head_dim or int(getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
-    heads = heads or max(1, width // head_dim)
-    vocab_ops = getattr(config, "intermediate_size", None) or 4 * hidden
-    wanted_kv = kv_heads or int(getattr(config, "num_key_value_heads", None) or heads)
+    heads = max(1, width // head_dim)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     shape = HeadConfig(
         target_hidden=hidden,
         target_layers=layers,
         target_vocab=int(output.shape[0]),
-        watch=tuple(watch) if watch is not None else watched_layers(layers),
+        watch=watched_layers(layers),
         width=width,
         heads=heads,
-        kv_heads=max(n for n in range(1, min(wanted_kv, heads) + 1) if heads % n == 0),
+        kv_heads=max(n for n in range(1, min(kv_heads, heads) + 1) if heads % n == 0),
         head_dim=head_dim,
-        ffn=ffn or int(vocab_ops),
+        ffn=ffn or int(getattr(config, "intermediate_size", None) or 4 * hidden),
         vocab=len(ids),
         window=window,
     )

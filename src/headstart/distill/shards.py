@@ -2,7 +2,7 @@
 
 Knows: the files and how a batch is cut from them. Does not know: how the text came about, or what it is used for.
 
-A folder holds ``tiles.json`` (what was asked for) and ``shard-00000.safetensors`` ...: sequences one behind the other.
+A folder holds ``plan.json`` (what was asked for) and ``shard-00000.safetensors`` ...: sequences one behind the other.
 A run that was killed leaves finished shards and perhaps a temporary file; the next run with the same plan goes on
 behind them.
 """
@@ -10,8 +10,9 @@ behind them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..errors import InvalidParameter, ModelNotFound
 from ..machine.files import replacing, sweep, write_whole
 from .students import Batch
 
-__all__ = ["Corpus", "Story", "check_plan", "finished_shards", "read_shard", "write_shard"]
+__all__ = ["Corpus", "Story", "batch_of", "check_plan", "finished_shards", "read_shard", "write_shard"]
 
 _HELD_EVERY = 40  # each 40th sequence is kept from training, for measuring
 _MOST_HELD = 192
@@ -38,6 +39,12 @@ class Story:
     tokens: NDArray[np.int32]  # [T]
     answer: NDArray[np.bool_]  # [T]: the target wrote this token as (part of) an answer
     temperature: float  # its answers were drawn at
+
+    @property
+    def question(self) -> list[int]:
+        """Everything before the first answer."""
+        first = int(self.answer.argmax()) if self.answer.any() else len(self.tokens)
+        return [int(token) for token in self.tokens[:first]]
 
 
 def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
@@ -75,7 +82,11 @@ def write_shard(folder: Path, number: int, stories: Sequence[Story]) -> None:
 
 
 def read_shard(folder: Path, number: int) -> list[Story]:
-    arrays = _arrays(_path(folder, number))
+    path = _path(folder, number)
+    try:
+        arrays = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFound(f"the training data in {path} cannot be read: {error}") from error
     cuts = np.cumsum(arrays["lengths"])[:-1]
     tokens, answer = np.split(arrays["tokens"], cuts), np.split(arrays["answer"].astype(bool), cuts)
     return [Story(t, a, float(h)) for t, a, h in zip(tokens, answer, arrays["temperature"], strict=True)]
@@ -89,29 +100,16 @@ def finished_shards(folder: Path) -> int:
     return number
 
 
-def _arrays(path: Path) -> dict[str, Any]:
-    try:
-        arrays: dict[str, Any] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelNotFound(f"the training data in {path} cannot be read: {error}") from error
-    return arrays
-
-
 class Corpus:
     """All shards of a folder in memory, cut into training and held-out sequences."""
 
     def __init__(self, folder: Path, length: int) -> None:
         """``length``: tokens a row of a batch has; longer sequences are cut there."""
-        shards = [_arrays(_path(folder, number)) for number in range(finished_shards(folder))]
-        if not shards:
+        self.stories = [story for number in range(finished_shards(folder)) for story in read_shard(folder, number)]
+        if not self.stories:
             raise ModelNotFound(f"there is no training data in {folder}")
         self.length = length
-        self._tokens = np.concatenate([s["tokens"] for s in shards])
-        self._answer = np.concatenate([s["answer"] for s in shards])
-        self._heat = np.concatenate([s["temperature"] for s in shards])
-        self._lengths = np.concatenate([s["lengths"] for s in shards])
-        self._starts = np.cumsum(self._lengths) - self._lengths
-        everyone = np.arange(len(self._lengths))
+        everyone = np.arange(len(self.stories))
         held = everyone % _HELD_EVERY == _HELD_EVERY - 1 if len(everyone) >= 2 * _HELD_EVERY else everyone % 4 == 3
         self.held = everyone[held][:_MOST_HELD]
         self.training = everyone[~held]
@@ -123,43 +121,39 @@ class Corpus:
     @property
     def tokens(self) -> int:
         """How many tokens there are to train on."""
-        return int(np.minimum(self._lengths[self.training], self.length).sum())
-
-    def question(self, index: int) -> list[int]:
-        """A sequence up to where its first answer begins."""
-        start = int(self._starts[index])
-        answer = self._answer[start : start + int(self._lengths[index])]
-        first = int(answer.argmax()) if answer.any() else len(answer)
-        return [int(token) for token in self._tokens[start : start + first]]
+        return sum(min(len(self.stories[index].tokens), self.length) for index in self.training)
 
     def counts(self, size: int) -> torch.Tensor:
         """[size] how often each token occurs in answers."""
-        return torch.from_numpy(np.bincount(self._tokens[self._answer > 0], minlength=size))
+        return torch.from_numpy(np.bincount(np.concatenate([s.tokens[s.answer] for s in self.stories]), minlength=size))
 
     def training_batch(self, step: int, rows: int, seed: int, device: torch.device) -> Batch:
         """The rows of one step: every sequence once an epoch, in an order that depends on seed and epoch only."""
         chosen = []
         for at in range(step * rows, (step + 1) * rows):
             epoch, place = divmod(at, len(self.training))
-            chosen.append(self._order(epoch, seed)[place])
+            chosen.append(self.training[_order(len(self.training), epoch, seed)[place]])
         return self.batch(chosen, device)
 
-    def _order(self, epoch: int, seed: int) -> NDArray[np.int64]:
-        if getattr(self, "_shuffled", (None,))[0] != (epoch, seed):
-            shuffle = np.random.default_rng([seed % 2**63, epoch])
-            self._shuffled = ((epoch, seed), shuffle.permutation(self.training))
-        return self._shuffled[1]
+    def batch(self, chosen: Iterable[int], device: torch.device) -> Batch:
+        return batch_of([self.stories[index] for index in chosen], self.length, device)
 
-    def batch(self, chosen: Sequence[int] | NDArray[np.int64], device: torch.device) -> Batch:
-        width = int(min(self.length, self._lengths[list(chosen)].max()))
-        tokens = np.zeros((len(chosen), width), dtype=np.int64)
-        answer = np.zeros((len(chosen), width), dtype=np.bool_)
-        for row, index in enumerate(chosen):
-            n, start = min(width, int(self._lengths[index])), int(self._starts[index])
-            tokens[row, :n] = self._tokens[start : start + n]
-            answer[row, :n] = self._answer[start : start + n]
-        return Batch(
-            torch.from_numpy(tokens).to(device, non_blocking=True),
-            torch.from_numpy(answer),
-            torch.from_numpy(self._heat[list(chosen)]).to(device),
-        )
+
+@lru_cache(maxsize=2)
+def _order(count: int, epoch: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed % 2**63, epoch]).permutation(count)
+
+
+def batch_of(stories: Sequence[Story], longest: int, device: torch.device) -> Batch:
+    """A row for each; what is longer than ``longest`` is cut there."""
+    width = min(longest, max(len(story.tokens) for story in stories))
+    tokens = np.zeros((len(stories), width), dtype=np.int64)
+    answer = np.zeros((len(stories), width), dtype=np.bool_)
+    for row, story in enumerate(stories):
+        n = min(width, len(story.tokens))
+        tokens[row, :n], answer[row, :n] = story.tokens[:n], story.answer[:n]
+    return Batch(
+        torch.from_numpy(tokens).to(device, non_blocking=True),
+        torch.from_numpy(answer),
+        torch.tensor([story.temperature for story in stories], device=device),
+    )

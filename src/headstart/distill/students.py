@@ -1,6 +1,6 @@
 """What is trained: a head or a small model, each with the one thing training needs of it.
 
-Knows: how a student reads a batch of the target's text and what it guesses at every step of a draft.
+Knows: how a student reads a batch of the target's text, what it guesses at every step of a draft, and how it drafts.
 Does not know: optimizers, schedules, data on disk.
 
 A head is trained on its own rollouts: step 0 reads the target's features, step s its own output of step s - 1, one slot
@@ -10,20 +10,25 @@ to the right, and sees true slots only up to where its draft began. So it meets 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..drafters.base import Drafter
+from ..drafters.head import HeadDrafter
+from ..drafters.model import ModelDrafter
 from ..machine.files import make_readable
 from ..machine.head import HeadNet, save_head
-from ..machine.hidden_states import Watch
+from ..machine.hidden_states import Watch, decoder_layers
 from ..machine.load.loading import quiet
+from ..machine.runner import EagerRunner
 
 __all__ = ["Batch", "HeadStudent", "ModelStudent", "Reading", "Student", "Teacher"]
 
@@ -63,123 +68,122 @@ class Teacher:
             self._watch.stop()
 
 
-class Student(Protocol):
+class Student(ABC):
     """A draft in training."""
 
-    steady: bool
-    """Every step of a draft guesses as the first one does, so that one step says all there is to learn."""
+    module: nn.Module
+    tables: list[Tensor]  # weights with a row for each word, which are no maps from one space to another
+    watch: tuple[int, ...] = ()  # the target's layers whose hidden states it reads
+    steady = False  # every step of a draft guesses as the first one does: one step says all there is to learn
 
-    @property
-    def module(self) -> nn.Module: ...
     @property
     def ids(self) -> Tensor | None:
         """[W] the tokens its logits stand for; None: all."""
+        return None
 
     @property
-    def tables(self) -> list[Tensor]:
-        """Weights with a row for each word, which are no maps from one space to another."""
+    @abstractmethod
+    def shape(self) -> str:
+        """What it is, in words."""
 
+    @abstractmethod
     def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
         """For each step of a draft, hidden or output states [B, T, ...] that ``logits`` turns into guesses.
 
         At step s, slot j says what it expects behind token j when the draft began s tokens before.
         """
 
+    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """States [M, ...] -> logits [M, W]."""
 
+    @abstractmethod
+    def drafter(self, runner: EagerRunner, vocab_size: int) -> Drafter:
+        """Drafts for the target in ``runner`` with the weights as they are now; ids from ``vocab_size`` on never."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None: ...
 
+    @property
+    def weights(self) -> int:
+        return sum(weight.numel() for weight in self.module.parameters())
 
-class HeadStudent:
+
+class HeadStudent(Student):
     """A ``HeadNet`` for a target whose features come with each reading."""
 
-    steady = False
-
     def __init__(self, net: HeadNet, target: PreTrainedModel, about: dict[str, Any] | None = None) -> None:
-        self.net = net
+        self.module: HeadNet = net
+        self.tables, self.watch = [net.head], net.config.watch
         self._embedding: Tensor = target.get_input_embeddings().weight
         self._about = about or {}
         self._turn: Tensor | None = None
-        self._masks: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def module(self) -> nn.Module:
-        return self.net
 
     @property
     def ids(self) -> Tensor | None:
-        return self.net.ids
+        return self.module.ids
 
     @property
-    def tables(self) -> list[Tensor]:
-        return [self.net.head]
+    def shape(self) -> str:
+        c = self.module.config
+        return (
+            f"One decoder layer of width {c.width} on the target's hidden states behind layers "
+            f"{', '.join(map(str, c.watch))}, with {c.vocab} output words; {self.weights / 1e6:.1f}M weights."
+        )
 
     def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
         assert reading.features is not None
-        tokens = reading.batch.tokens
+        net, tokens = self.module, reading.batch.tokens
         length = tokens.shape[1]
         if self._turn is None or self._turn.shape[1] < length:
-            self._turn = self.net.rotary(length, tokens.device)[None]
+            self._turn = net.rotary(length, tokens.device)[None]
         turn = self._turn[:, :length]
-        g = self.net.fused(_later(reading.features, 1))
-        word = self.net.word(self._embedding[tokens].to(g.dtype))
+        g = net.fused(_later(reading.features))
+        word = net.word(self._embedding[tokens].to(g.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        group = self.net.config.heads // self.net.config.kv_heads
+        group = net.config.heads // net.config.kv_heads
         for step in range(steps):
             x = g + word
-            q, k, v = self.net.queries_keys_values(x, turn)
+            q, k, v = net.queries_keys_values(x, turn)
             keys.append(k.repeat_interleave(group, 2).transpose(1, 2))  # [B, heads, T, dim]
             values.append(v.repeat_interleave(group, 2).transpose(1, 2))
             # All steps' keys side by side under a mask: many products for nothing, but in one kernel that writes no
             # scores down, which is what costs time on a GPU.
-            seen = self._seen(length, step, tokens.device)
+            seen = _mask(length, net.config.window, step, tokens.device)
             found = F.scaled_dot_product_attention(q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), seen)
-            y = self.net.finish(x, found.transpose(1, 2).flatten(2))
+            y = net.finish(x, found.transpose(1, 2).flatten(2))
             yield y
-            g = _later(y, 1)
-
-    def _seen(self, length: int, step: int, device: torch.device) -> Tensor:
-        if (length, step) not in self._masks:
-            self._masks[length, step] = _mask(length, self.net.config.window, step, device)
-        return self._masks[length, step]
+            g = _later(y)
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.net.logits(states)
+        return self.module.logits(states)
 
-    def frozen(self) -> HeadNet:
-        """A copy as it is now, to draft with."""
-        return copy.deepcopy(self.net).eval().requires_grad_(False)
+    def drafter(self, runner: EagerRunner, vocab_size: int) -> Drafter:
+        frozen = copy.deepcopy(self.module).eval().requires_grad_(False)
+        return HeadDrafter(frozen, runner, vocab_size=vocab_size, min_chance_to_extend=0.0)
 
     def save(self, folder: Path) -> None:
-        save_head(self.net, folder, self._about, torch.bfloat16)
+        save_head(self.module, folder, self._about, torch.bfloat16)
 
 
-class ModelStudent:
+class ModelStudent(Student):
     """An ordinary causal LM with the target's tokenizer. It drafts from text alone, so every step is the same."""
 
     steady = True
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.model = model
+        self.module: PreTrainedModel = model
+        self.tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
         self.tokenizer = tokenizer
 
     @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self.model
-        return module
-
-    @property
-    def ids(self) -> Tensor | None:
-        return None
-
-    @property
-    def tables(self) -> list[Tensor]:
-        return [self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight]
+    def shape(self) -> str:
+        layers, wide = len(decoder_layers(self.module)), self.tables[0].shape[1]
+        return f"A causal language model of {layers} layers, {wide} wide, {self.weights / 1e6:.1f}M weights."
 
     def rollout(self, reading: Reading, steps: int) -> Iterator[Tensor]:
-        out = self.model(input_ids=reading.batch.tokens, use_cache=False).logits
+        out = self.module(input_ids=reading.batch.tokens, use_cache=False).logits
         width = reading.logits.shape[-1]  # padded vocabularies differ
         out = out[..., :width] if out.shape[-1] >= width else F.pad(out, (0, width - out.shape[-1]), value=-1e4)
         for _ in range(steps):
@@ -188,19 +192,21 @@ class ModelStudent:
     def logits(self, states: Tensor) -> Tensor:
         return states
 
+    def drafter(self, runner: EagerRunner, vocab_size: int) -> Drafter:
+        own = EagerRunner(self.module, rows=1, max_len=runner.max_len, margin=64, probe=False)
+        return ModelDrafter(own, vocab_size=vocab_size, width=runner.vocab_size)
+
     def save(self, folder: Path) -> None:
         with quiet():
-            self.model.save_pretrained(folder)
+            self.module.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         make_readable(folder)
 
 
-def _later(x: Tensor, slots: int) -> Tensor:
-    """x [B, T, ...] moved right by some slots, zeros coming in."""
-    if slots == 0:
-        return x
-    return torch.cat([torch.zeros_like(x[:, :slots]), x[:, :-slots]], dim=1)
+def _later(x: Tensor) -> Tensor:
+    """x [B, T, H] moved right by a slot, zeros coming in."""
+    return F.pad(x, (0, 0, 1, -1))
 
 
 def _mask(length: int, window: int, step: int, device: torch.device) -> Tensor:

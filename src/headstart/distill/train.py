@@ -25,7 +25,7 @@ from ..errors import InvalidParameter
 from ..machine.files import make_readable, sweep, temporary
 from ..maths.cost import CostModel, conditional, round_tokens
 from ..values import at_least_one
-from .losses import Goal, Loss, acceptance, check_loss, distance, draft_tau
+from .losses import Goal, Loss, acceptance, distance, draft_tau
 from .shards import Corpus
 from .students import Reading, Student, Teacher
 
@@ -59,11 +59,9 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_loss(self.loss)
-        if self.optimizer not in get_args(Optimizer):
-            raise InvalidParameter(
-                "optimizer", f"must be one of {', '.join(get_args(Optimizer))}, not {self.optimizer!r}"
-            )
+        for name, known in (("loss", get_args(Loss)), ("optimizer", get_args(Optimizer))):
+            if getattr(self, name) not in known:
+                raise InvalidParameter(name, f"must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         at_least_one(self, "steps", "rows", "accumulate", "unroll", "evaluate_every", "checkpoint_every")
         if self.rows % self.accumulate:
             raise InvalidParameter("accumulate", f"must divide the {self.rows} rows of a step")
