@@ -224,10 +224,13 @@ def test_shallow_copies_keep_the_donors_layers(target: PreTrainedModel) -> None:
     mine, theirs = draft.state_dict(), deep.state_dict()
     assert torch.equal(mine["model.layers.0.mlp.up_proj.weight"], theirs["model.layers.2.mlp.up_proj.weight"])
     assert torch.equal(mine["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
-    whole = shallow_copy(target, 2)
+    whole, last = shallow_copy(target, 2), shallow_copy(target, [1])
     ids = torch.arange(9)[None]
     with torch.no_grad():
         torch.testing.assert_close(whole(ids).logits, target(ids).logits)
+        del whole.model.layers[0]
+        whole.model.layers[0].self_attn.layer_idx, whole.config.num_hidden_layers = 0, 1
+        assert torch.equal(last(ids).logits, whole(ids).logits), "the very model without its first layer"
     narrow = shallow_copy(target, 1, hidden_size=24, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
     assert narrow.get_input_embeddings().weight.shape[1] == 24
     vocab_ops, outer = (m.get_input_embeddings().weight.detach() for m in (narrow, target))

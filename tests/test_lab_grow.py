@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from headstart.lab import grow as room
-from headstart.lab.grow import SHAPES, Shape, cut, grow, grow_tensors, shares
+from headstart.lab.grow import SHAPES, Shape, grow, grow_tensors, shares
 
 
 def tiny(*, tied: bool = True, seed: int = 0, **changes: object) -> LlamaForCausalLM:
@@ -189,24 +189,6 @@ def test_only_llama_grows() -> None:
         grow(other, WIDE)
     with pytest.raises(ValueError, match="bias"):
         grow(tiny(attention_bias=True), WIDE)
-
-
-def test_cut_keeps_the_layers_it_names_and_shares_them() -> None:
-    model = tiny()
-    whole = cut(model, 3)
-    assert torch.equal(logits(whole), logits(model))
-    draft = cut(model, 1, 1)
-    assert draft.config.num_hidden_layers == 2
-    same = draft.model.layers[1].mlp.up_proj.weight
-    assert same.data_ptr() == model.model.layers[2].mlp.up_proj.weight.data_ptr()
-    assert draft.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-    # The very model without its middle layer.
-    del model.model.layers[1]
-    model.model.layers[1].self_attn.layer_idx = 1
-    model.config.num_hidden_layers = 2
-    assert torch.equal(logits(draft), logits(model))
-    with pytest.raises(ValueError, match="cannot keep"):
-        cut(model, 2, 2)
 
 
 @pytest.mark.gpu

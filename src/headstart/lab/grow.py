@@ -1,6 +1,6 @@
-"""Grow a small Llama into a big one that says the same things, and cut drafts out of a model.
+"""Grow a small Llama into a big one that says the same things.
 
-Knows: how to widen and deepen a Llama so that its function stays the same, and how to drop layers.
+Knows: how to widen and deepen a Llama so that its function stays the same.
 Does not know: how to train, how to run a model fast, where weights come from.
 
 Why: a benchmark of speculation needs a target of a real size with real weights, and a draft that agrees with it.
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-__all__ = ["SHAPES", "Shape", "cut", "grow", "grow_tensors"]
+__all__ = ["SHAPES", "Shape", "grow", "grow_tensors"]
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,13 @@ def grow(
         grown = (Qwen2ForCausalLM if isinstance(config, Qwen2Config) else LlamaForCausalLM)(config)
     grown.model.rotary_emb = type(grown.model.rotary_emb)(config).to(device)
     _check_rotary(small, grown)
-    return _filled(grown, {name: tensor.to(dtype) for name, tensor in tensors})
+    state = {name: tensor.to(dtype) for name, tensor in tensors}
+    grown.load_state_dict(state, assign=True, strict=not config.tie_word_embeddings)
+    grown.tie_weights()
+    left = [name for name, tensor in (*grown.named_parameters(), *grown.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(f"these tensors were not filled: {left}")
+    return grown.eval().requires_grad_(False)
 
 
 def grow_tensors(
@@ -361,40 +367,3 @@ def _check_rotary(small: LlamaForCausalLM, grown: PreTrainedModel) -> None:
     old, new = small.model.rotary_emb.inv_freq, grown.model.rotary_emb.inv_freq
     if not torch.allclose(old.float().cpu(), new.float().cpu()[:: len(new) // len(old)], rtol=1e-6):
         raise ValueError("this rotary scaling changes with the head width, so the head width cannot grow")
-
-
-def _filled(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """The empty model with these tensors as its parameters (no copy is made)."""
-    tied = bool(empty.config.tie_word_embeddings)
-    empty.load_state_dict(state, assign=True, strict=not tied)
-    if tied:
-        empty.tie_weights()
-    left = [name for name, p in empty.named_parameters() if p.is_meta]
-    left += [name for name, b in empty.named_buffers() if b.is_meta]
-    if left:
-        raise ValueError(f"these tensors were not filled: {left}")
-    return empty.eval().requires_grad_(False)
-
-
-def cut(model: PreTrainedModel, first: int, last: int = 0) -> PreTrainedModel:
-    """A draft made of the first ``first`` and the last ``last`` layers. It shares the weights: it costs no memory."""
-    total = model.config.num_hidden_layers
-    if first < 0 or last < 0 or not 0 < first + last <= total:
-        raise ValueError(f"cannot keep {first} first and {last} last of {total} layers")
-    kept = [*range(first), *range(total - last, total)]
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = len(kept)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in kept]
-    with torch.device("meta"):
-        draft = type(model)(config)
-    draft.model.rotary_emb = model.model.rotary_emb
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if name.startswith("model.layers."):
-            index, rest = name.removeprefix("model.layers.").split(".", 1)
-            if int(index) in kept:
-                state[f"model.layers.{kept.index(int(index))}.{rest}"] = tensor
-        else:
-            state[name] = tensor
-    return _filled(draft, state)
