@@ -92,13 +92,7 @@ class LLM:
         at (an empty text: nothing to tell); without it, a terminal shows that in one line.
         """
         self.config = Config.of({"gamma": gamma, **settings}, beside=set(signature(LLM).parameters) - {"settings"})
-        placement = {
-            "device": device,
-            "device_map": device_map,
-            "trust_remote_code": trust_remote_code,
-            "token": token,
-        }
-        built = assemble(
+        self.engine, self._target, self._codec = assemble(
             model,
             draft,
             self.config,
@@ -107,13 +101,14 @@ class LLM:
             draft_dtype=dtype if draft_dtype is None else draft_dtype,
             quantization=quantization,
             draft_quantization=draft_quantization,
-            placement=placement,
             revision=revision,
             check=check,
             progress=progress,
+            device=device,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            token=token,
         )
-        self.engine = built.engine
-        self._target, self._codec = built.target, built.codec
         self._ids = count()
 
     # -- what people call
@@ -299,35 +294,25 @@ class LLM:
         each = one_each("params", params, SamplingParams, len(asked))
         guesses = one_each("prediction", prediction, (str, type(None)), len(asked))
         requests = []
-        for index, one in enumerate(asked):
+        for index, one in enumerate(asked):  # all of them, before anything is computed
             with numbered(what, index, alone=alone):
                 requests.append(self._request(encode(one), each[index], guesses[index]))
-        completions = self._run(requests, what, alone=alone)
-        return completions[0] if alone else completions
-
-    def _run(self, requests: list[Request], what: str, *, alone: bool) -> list[Completion]:
-        """All requests to their ends. The queue is bounded, so they go in as places come free.
-
-        ``what`` they are, for an error that says which of them; ``alone``: there is one, and it raises what it met.
-        """
-        engine = self.engine
-        for index, request in enumerate(requests):  # all of them, before anything is computed
-            with numbered(what, index, alone=alone):
-                engine.check(request)
+                self.engine.check(requests[-1])
         handles: list[Handle] = []
-        claim = Claim(engine)
+        claim = Claim(self.engine)
         try:
             for request in requests:
                 handles.append(self._submitted(claim, request))
-            engine.drive(lambda: all(handle.done for handle in handles))
+            self.engine.drive(lambda: all(handle.done for handle in handles))
         finally:
             claim.abort()
         if alone:
             handles[0].raise_failure()
+            return handles[0].completion()
         return [handle.completion() for handle in handles]
 
     def _submitted(self, claim: Claim, request: Request) -> Handle:
-        """Submit as soon as there is a place in the line; another thread may be quicker to take it."""
+        """Submit as soon as there is a place in the line (it is bounded); another thread may be quicker to take it."""
         engine = self.engine
         while True:
             engine.drive(lambda: not engine.full(request.params.n))
@@ -342,9 +327,7 @@ class LLM:
         self, ids: Sequence[int], params: SamplingParams, prediction: str | None, own: str | None = None
     ) -> Request:
         """``own``: the id that the caller chose."""
-        expected: tuple[int, ...] = ()
-        if prediction:
-            expected = tuple(self._need_codec().encode_prediction(prediction))
+        expected = tuple(self._need_codec().encode_prediction(prediction)) if prediction else ()
         free = (name for n in self._ids if not self.engine.running(name := f"request-{n}"))
         return Request(own if own is not None else next(free), tuple(ids), params, expected)
 

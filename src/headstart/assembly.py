@@ -39,25 +39,15 @@ from .machine.load.open import (
 )
 from .machine.text import TextCodec, TextStream
 from .progress import Tell, telling
-from .types import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Assembled", "Model", "assemble"]
+__all__ = ["Model", "assemble"]
 
 Model: TypeAlias = "str | Path | PreTrainedModel"
 
 LONGEST_DEFAULT = 8192  # tokens; a model that can hold more is given more only when asked
-
-
-@dataclass(frozen=True)
-class Assembled:
-    """What an ``LLM`` holds."""
-
-    engine: Engine
-    target: Loaded
-    codec: TextCodec | None  # None: the model came without a tokenizer
 
 
 def assemble(
@@ -70,12 +60,15 @@ def assemble(
     draft_dtype: str | torch.dtype,
     quantization: Quantization,
     draft_quantization: Quantization,
-    placement: dict[str, Any],
     revision: str | None,
     check: bool,
     progress: Tell | None,
-) -> Assembled:
-    """Load everything and build the engine. The arguments are those of ``LLM``; ``placement``: device and trust."""
+    **placement: Any,
+) -> tuple[Engine, Loaded, TextCodec | None]:
+    """Load everything and build the engine. The arguments are those of ``LLM``; ``placement``: device and trust.
+
+    No codec: the model came without a tokenizer.
+    """
     check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):
         source: Model = embedded_folder(tell) if model is None else model
@@ -110,17 +103,11 @@ def assemble(
         config.engine,
         vocab_size=vocab_size,
         eos=eos_ids(target),
-        text=partial(_text_stream, codec) if codec is not None else None,
+        text=(lambda r: TextStream(codec, r.prompt, r.params.stop or ())) if codec is not None else None,
         captured=captured,
         max_gamma=config.draft.most,
     )
-    return Assembled(engine, beside.target, codec)
-
-
-def _text_stream(codec: TextCodec, request: Request) -> TextStream:
-    stops = request.params.stop
-    assert isinstance(stops, tuple)  # SamplingParams makes it one
-    return TextStream(codec, request.prompt, stops)
+    return engine, beside.target, codec
 
 
 def _sizes(config: Config, report: Capability, check: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from .errors import InvalidParameter
 from .values import at_least_one, integer, plain
 
-__all__ = ["MAX_GAMMA", "Config", "DraftConfig", "EngineConfig"]
+__all__ = ["MAX_GAMMA", "SETTINGS", "Config", "DraftConfig", "EngineConfig"]
 
 MAX_THREADS = 256
 MAX_GAMMA = 64  # tokens that a round can draft at the most
@@ -65,6 +65,10 @@ class DraftConfig:
         return self.max_gamma if self.gamma == "auto" else self.gamma
 
 
+# flat name -> the part of ``Config`` that has it
+SETTINGS = {f.name: "engine" for f in fields(EngineConfig)} | {f.name: "draft" for f in fields(DraftConfig)}
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything an engine is told, besides its models."""
@@ -79,12 +83,11 @@ class Config:
         ``beside``: what else may be given with them; the error about an unknown name says which of all are near.
         """
         parts: dict[str, dict[str, Any]] = {"engine": {}, "draft": {}}
-        owners = {f.name: "engine" for f in fields(EngineConfig)} | {f.name: "draft" for f in fields(DraftConfig)}
         for name, value in settings.items():
-            if name not in owners:
-                known = sorted({*owners, *beside})
+            if name not in SETTINGS:
+                known = sorted({*SETTINGS, *beside})
                 near = " or ".join(get_close_matches(name, known))
                 meant = f"did you mean {near}? " if near else ""
                 raise InvalidParameter(name, f"is not a setting; {meant}the settings are {', '.join(known)}")
-            parts[owners[name]][name] = plain(value)
+            parts[SETTINGS[name]][name] = plain(value)
         return cls(EngineConfig(**parts["engine"]), DraftConfig(**parts["draft"]))

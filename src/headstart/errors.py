@@ -1,16 +1,4 @@
-"""Every error Headstart raises on purpose, as one tree.
-
-    HeadstartError
-    ├── InvalidParameter        a caller's value is out of range; ``field`` names it
-    │   └── PromptTooLong       the prompt does not fit the context; the message names the limit
-    ├── ModelRefused            the model (or draft) cannot be served, and why, and what to do
-    ├── ModelNotFound           nothing to load under that name
-    ├── EngineBusy              the waiting queue is full, or requests run; try again later
-    ├── EngineStopped           nobody steps any more: the inbox was closed, or its thread died
-    ├── GenerationFailed        one request went wrong (NaN logits, say); the others go on
-    └── MissingExtra            an optional dependency is not installed; the message says which extra
-
-    HeadstartWarning            it works, but not as it was meant to: slower, or from another place
+"""Every error Headstart raises on purpose, as one tree under ``HeadstartError``; and its warnings.
 
 Knows: how to name a fault. Does not know: who raises it or who shows it.
 """

@@ -134,18 +134,9 @@ REFUSED_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
         "Qwen3NextForCausalLM",
         _GROUPED
-        | {
-            "head_dim": 12,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "num_hidden_layers": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        },
+        | _EXPERTS
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        | {"head_dim": 12, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
     ),
     "t5": (
         "T5ForConditionalGeneration",

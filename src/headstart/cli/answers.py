@@ -6,7 +6,7 @@ Knows: how requests are kept going together, and the names in the JSON. Does not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..config import EngineConfig
@@ -39,32 +39,24 @@ def in_order(
     try:
         while True:
             for question in waiting:
-                running.append(_tried(llm, question, params, raw=raw))
+                running.append(_or_why(ask, llm, question, params, raw=raw))
                 if len(running) >= ahead:
                     break
             if not running:
                 return
-            yield _finished(running.popleft())
+            stream = running.popleft()
+            yield stream if isinstance(stream, str) else _or_why(answered, stream)
     finally:
         for stream in running:
             if not isinstance(stream, str):
                 stream.close()
 
 
-def _tried(llm: Any, question: Question, params: SamplingParams, *, raw: bool) -> Any:
-    """The stream, or what is wrong with the question: the others are not to suffer for one."""
+def _or_why(action: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """What comes of it, or what is wrong with the question: the others are not to suffer for one."""
     try:
-        return ask(llm, question, params, raw=raw)
-    except InvalidParameter as error:
-        return str(error)
-
-
-def _finished(stream: Any) -> Completion | str:
-    if isinstance(stream, str):
-        return stream
-    try:
-        return answered(stream)
-    except GenerationFailed as error:
+        return action(*given, **more)
+    except (InvalidParameter, GenerationFailed) as error:
         return str(error)
 
 

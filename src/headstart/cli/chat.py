@@ -17,7 +17,7 @@ from ..errors import GenerationFailed, InvalidParameter, PromptTooLong
 from ..types import SamplingParams
 from .conversation import Conversation, Ended
 from .lines import Lines
-from .options import MaxTokens, ModelOptions, SamplingOptions, Temperature, TopP, option
+from .options import MaxTokens, ModelOptions, SamplingOptions, Temperature, TopP, section
 from .screen import Answer, closing_line, legend, note, what_runs
 
 __all__ = ["ChatSampling", "chat"]
@@ -36,7 +36,7 @@ class ChatSampling(SamplingOptions):
 
 def chat(
     *,
-    system: Annotated[str | None, option(of="TEXT", section="Conversation", help="The system message.")] = None,
+    system: Annotated[str | None, section("Conversation")(of="TEXT", help="The system message.")] = None,
     model: ModelOptions,
     sampling: ChatSampling,
 ) -> None:

@@ -56,7 +56,8 @@ def _entries(command: Any, context: Any) -> Iterator[Entry]:
             names += " / " + ", ".join(param.secondary_opts)
         if not param.is_flag:
             names += f" {param.metavar}"
-        default = "" if param.is_flag or param.default is None else _short(param.default)
+        value = "" if param.is_flag or param.default is None else param.default
+        default = f"{value:g}" if isinstance(value, float) else str(value)
         text = param.help or ""
         if param.required:
             text += " Must be given."
@@ -65,9 +66,6 @@ def _entries(command: Any, context: Any) -> Iterator[Entry]:
 
 class Command(TyperCommand):
     """Options under headings, names and texts side by side where there is room."""
-
-    def get_help(self, ctx: Any) -> str:
-        return super().get_help(_fitted(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         for name, rows in sections(self, ctx).items():
@@ -78,9 +76,6 @@ class Command(TyperCommand):
 class Commands(TyperGroup):
     """The commands together. Errors that people can mend are one line, without a traceback."""
 
-    def get_help(self, ctx: Any) -> str:
-        return super().get_help(_fitted(ctx))
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             _side_by_side(formatter, [(name, _about(self.get_command(ctx, name))) for name in self.list_commands(ctx)])
@@ -88,8 +83,10 @@ class Commands(TyperGroup):
             _side_by_side(formatter, [(entry.names, entry.text) for entry in _entries(self, ctx)])
 
     def make_context(self, *args: Any, **more: Any) -> Any:
+        # Help is as wide as the terminal, so that nothing is cut and nothing wraps twice; commands inherit it.
+        width = max(min(shutil.get_terminal_size().columns, _WIDEST) - 1, 30)
         with StopAtOnce():
-            return super().make_context(*args, **more)
+            return super().make_context(*args, terminal_width=width, **more)
 
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():
@@ -125,13 +122,3 @@ def _side_by_side(formatter: Any, rows: list[tuple[str, str]]) -> None:
 def _about(command: Any) -> str:
     """The first sentence about a command."""
     return str(command.help or "").split("\n\n")[0].strip()
-
-
-def _short(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _fitted(ctx: Any) -> Any:
-    """Help as wide as the terminal, so that nothing is cut and nothing wraps twice."""
-    ctx.terminal_width = max(min(shutil.get_terminal_size().columns, _WIDEST) - 1, 30)
-    return ctx

@@ -48,12 +48,10 @@ class Conversation:
     def answer(self, text: str) -> None:
         self._turns.append({"role": "assistant", "content": text})
 
-    def take_back(self) -> bool:
-        """Forget a question that has no answer. Was there one?"""
-        if not self._turns or self._turns[-1]["role"] != "user":
-            return False
-        self._turns.pop()
-        return True
+    def take_back(self) -> None:
+        """Forget a question that has no answer, where there is one."""
+        if self._turns and self._turns[-1]["role"] == "user":
+            self._turns.pop()
 
     def command(self, line: str) -> str:
         """Carry out what begins with '/'. Returns what to tell; raises ``Ended``."""

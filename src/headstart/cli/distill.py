@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,33 +72,15 @@ class DistillOptions:
         from ..distill.make import DistillSettings
         from ..distill.train import TrainSettings
 
+        def told(record: Any, **more: Any) -> Any:
+            """What the options of the same names say, and more."""
+            return record(**{f.name: getattr(self, f.name) for f in fields(record) if hasattr(self, f.name)} | more)
+
         every = max(1, min(100, self.steps // 10))
-        return DistillSettings(
-            kind=self.kind,  # type: ignore[arg-type]  # checked there
-            vocab=self.vocab,
-            layers=self.layers,
-            width=self.width,
-            data=DataSettings(
-                sequences=self.sequences,
-                shard=min(200, self.sequences),
-                temperatures=_numbers(self.temperatures),
-                answer_tokens=self.answer_tokens,
-                rows=self.rows,
-                seed=self.seed,
-            ),
-            train=TrainSettings(
-                steps=self.steps,
-                rows=self.batch,
-                accumulate=self.accumulate,
-                learning_rate=self.learning_rate,
-                loss=self.loss,  # type: ignore[arg-type]  # checked there
-                optimizer=self.optimizer,  # type: ignore[arg-type]  # checked there
-                patience=self.patience,
-                evaluate_every=every,
-                checkpoint_every=every,
-                seed=self.seed,
-            ),
-        )
+        data = told(DataSettings, shard=min(200, self.sequences), temperatures=_numbers(self.temperatures))
+        train = told(TrainSettings, rows=self.batch, evaluate_every=every, checkpoint_every=every)
+        settings: DistillSettings = told(DistillSettings, data=data, train=train)
+        return settings
 
 
 Out = Annotated[

@@ -16,7 +16,7 @@ from ..errors import GenerationFailed, InvalidParameter
 from ..progress import silent, telling
 from ..types import Completion, SamplingParams
 from .answers import answered, as_json, ask, in_order
-from .options import MODEL, FullSamplingOptions, ModelOptions, option, section
+from .options import FullSamplingOptions, ModelOptions, section
 from .prompts import Question, one_question, questions_in
 from .screen import Answer, closing_line, facts, legend, note, summary, what_runs
 
@@ -39,9 +39,8 @@ Json = Annotated[bool, _output("--json", help="One JSON object a prompt, each on
 Logprobs = Annotated[int | None, _output(of="K", help="With --json: log-probabilities of the K likeliest tokens.")]
 MaxRows = Annotated[
     int | None,
-    option(
+    section("Model")(
         of="N",
-        section=MODEL,
         help=f"Answers written together. Without it: as many as are asked for, at most {EngineConfig.max_rows}.",
     ),
 ]

@@ -20,28 +20,29 @@ __all__ = ["History", "Lines"]
 
 _MOST = 1000  # entries of the history that are kept
 _QUOTES = '"""'
+_PROMPT, _MORE = "you> ", " ... "
 
 
 class Lines:
     """Reads messages: a line, or several that belong together."""
 
-    def __init__(self, tell: Callable[[str], None], *, prompt: str = "you> ", colour: bool = False) -> None:
+    def __init__(self, tell: Callable[[str], None], *, colour: bool = False) -> None:
         """``tell`` takes a note for the person."""
         self.typed = sys.stdin.isatty()  # else: a pipe or a file, and nobody to prompt
         self._edited = self.typed and sys.stdout.isatty()
-        self._prompt, self._colour = prompt, colour
+        self._colour = colour
         self._history = History(tell) if self._edited else None
 
     def message(self) -> str:
         """The next message. Raises EOFError at the end, KeyboardInterrupt at Ctrl-C."""
-        line = self._line(self._prompt)
+        line = self._line(_PROMPT)
         if line.strip().startswith(_QUOTES):
             return self._quoted(line.strip().removeprefix(_QUOTES))
         parts = [line]
         while parts[-1].endswith("\\"):
             parts[-1] = parts[-1][:-1]
             try:
-                parts.append(self._line(self._more))
+                parts.append(self._line(_MORE))
             except EOFError:
                 break
         return "\n".join(parts)
@@ -51,16 +52,12 @@ class Lines:
         if self.typed:
             print(file=sys.stdout if self._edited else sys.stderr, flush=True)
 
-    @property
-    def _more(self) -> str:
-        return "... ".rjust(len(self._prompt))
-
     def _quoted(self, first: str) -> str:
         """Lines up to the one that ends in quotes."""
         parts = [first]
         while not parts[-1].rstrip().endswith(_QUOTES):
             try:
-                parts.append(self._line(self._more))
+                parts.append(self._line(_MORE))
             except EOFError:
                 return "\n".join(parts).strip("\n")
         parts[-1] = parts[-1].rstrip().removesuffix(_QUOTES)
@@ -74,7 +71,7 @@ class Lines:
         # readline must know which characters take no room, or it counts the columns wrong.
         line = input(f"\001\x1b[1m\002{prompt}\001\x1b[0m\002" if self._colour else prompt)
         self._history.add(line)
-        return _checked(line)
+        return line.encode(errors="surrogateescape").decode(errors="replace")  # a key that sent no character
 
 
 class History:
@@ -133,7 +130,3 @@ def _from_pipe() -> str:
         return line.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
         raise InvalidParameter("standard input", "is not valid UTF-8") from None
-
-
-def _checked(line: str) -> str:
-    return line.encode(errors="surrogateescape").decode(errors="replace")  # a key that sent no character

@@ -14,7 +14,7 @@ from .commands import Command, Commands
 from .demo import demo
 from .distill import distill
 from .generate import generate
-from .options import spread
+from .options import Verbose, spread
 from .screen import show_log
 
 __all__ = ["app", "command"]
@@ -53,9 +53,7 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Tell on standard error what runs and what is going on inside.")
-    ] = False,
+    verbose: Verbose = False,
 ) -> None:
     show_log(verbose=verbose)
     if context.invoked_subcommand is None:

@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..config import MAX_GAMMA, Config
+from ..config import MAX_GAMMA, SETTINGS, Config
 from ..errors import InvalidParameter
 from ..progress import Tell, telling
 from ..sampling import BIAS, PENALTY
@@ -28,10 +27,6 @@ from .screen import facts, note, show_log
 from .stopping import StopAtOnce
 
 __all__ = [
-    "DRAFTING",
-    "LENGTH",
-    "MODEL",
-    "SAMPLING",
     "FullSamplingOptions",
     "MaxTokens",
     "ModelOptions",
@@ -39,27 +34,28 @@ __all__ = [
     "TargetOptions",
     "Temperature",
     "TopP",
-    "option",
+    "Verbose",
     "section",
     "spread",
 ]
 
-MODEL, DRAFTING, SAMPLING, LENGTH = "Model", "Drafting", "Sampling", "Length and stopping"
-
-
-def option(*names: str, of: str = "", section: str, help: str) -> Any:
-    """An option: ``of`` stands for its value in the help; without it the option is a flag."""
-    return typer.Option(*names, metavar=of or None, rich_help_panel=section, help=help)
-
 
 def section(name: str) -> Callable[..., Any]:
-    """``option`` for those under one heading of the help."""
-    return partial(option, section=name)
+    """Makes options under one heading of the help."""
+
+    def option(*names: str, of: str = "", help: str) -> Any:
+        """``of`` stands for its value in the help; without it the option is a flag."""
+        return typer.Option(*names, metavar=of or None, rich_help_panel=name, help=help)
+
+    return option
 
 
 _PENALTY = "{:g} to {:g}".format(*PENALTY)
-_model, _drafting, _sampling, _length = map(section, (MODEL, DRAFTING, SAMPLING, LENGTH))
+_model, _drafting, _sampling, _length = map(section, ("Model", "Drafting", "Sampling", "Length and stopping"))
 
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Tell on standard error what runs and what is going on inside.")
+]
 # Their defaults differ from command to command.
 MaxTokens = Annotated[int, _length("--max-tokens", "-n", of="N", help="The most tokens to write.")]
 Temperature = Annotated[
@@ -92,9 +88,7 @@ class TargetOptions:
             "--trust-remote-code", help="Let Python code from the model's folder or repository run on this machine."
         ),
     ] = False
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Tell on standard error what runs and what is going on inside.")
-    ] = False
+    verbose: Verbose = False
 
     @contextmanager
     def loading(self) -> Iterator[Tell]:
@@ -158,25 +152,14 @@ class ModelOptions(TargetOptions):
 
     def open(self, rows: int = 1) -> Any:
         """The ``LLM``. It is imported only here, because that takes seconds."""
-        gamma = _gamma(self.gamma)
-        sizes: dict[str, Any] = {"gamma": gamma, "max_rows": rows, "max_model_len": self.max_model_len}
-        sizes |= {"invariant": self.invariant, "threads": self.threads}
-        Config.of(sizes)  # says what is wrong before anything is imported
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "verbose"}
+        given |= {name: None for name in ("draft", "quantization", "draft_quantization") if given[name] == "none"}
+        given |= {"gamma": _gamma(self.gamma), "max_rows": rows}
+        Config.of({name: given[name] for name in SETTINGS if name in given})  # refuses before anything is imported
         with self.loading() as tell:
             from ..api import LLM
 
-            llm = LLM(
-                self.model,
-                None if self.draft == "none" else self.draft,
-                dtype=self.dtype,
-                quantization=_kind(self.quantization),
-                draft_quantization=_kind(self.draft_quantization),
-                device=self.device,
-                revision=self.revision,
-                trust_remote_code=self.trust_remote_code,
-                progress=tell,
-                **sizes,
-            )
+            llm = LLM(**given, progress=tell)
         told = ", ".join(f"{name} {value}" for name, value in facts(llm).items())
         logging.getLogger("headstart").info("%s", told)
         return llm
@@ -239,16 +222,13 @@ class FullSamplingOptions(SamplingOptions):
     stop: Annotated[list[str] | None, _length("--stop", of="TEXT", help="Stop before this text. May be repeated.")] = (
         None
     )
-    stop_token_id: Annotated[
+    stop_token_ids: Annotated[
         list[int] | None, _length("--stop-token-id", of="ID", help="Stop at the token with this ID. May be repeated.")
     ] = None
     ignore_eos: Annotated[bool, _length("--ignore-eos", help="Go on when the model says that it has finished.")] = False
 
     def params(self, **more: Any) -> SamplingParams:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given["stop_token_ids"] = given.pop("stop_token_id")
-        given["logit_bias"] = _biases(given["logit_bias"])
-        return SamplingParams(**{name: value for name, value in (given | more).items() if value is not None})
+        return super().params(**more, logit_bias=_biases(self.logit_bias))
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
@@ -285,16 +265,10 @@ def _gamma(text: str) -> int | str:
         return text
 
 
-def _kind(text: str) -> Any:
-    return None if text == "none" else text
-
-
 def _biases(given: list[str] | None) -> dict[int, float] | None:
     """ "ID=VALUE", each."""
-    if not given:
-        return None
     found = {}
-    for text in given:
+    for text in given or ():
         token, _, value = text.partition("=")
         try:
             found[int(token)] = float(value)
@@ -302,4 +276,4 @@ def _biases(given: list[str] | None) -> dict[int, float] | None:
             raise InvalidParameter(
                 "logit_bias", f"must be a token id and a number, as in --logit-bias 123=-5, not {text!r}"
             ) from None
-    return found
+    return found or None

@@ -141,15 +141,8 @@ def describe(report: Any) -> str:
 
 def facts(llm: Any) -> dict[str, Any]:
     """What runs: the model, its numbers, where, on which kernels, and who drafts."""
-    report = llm.report
-    return {
-        "architecture": report.architecture,
-        "parameters": report.parameters,
-        "dtype": report.dtype,
-        "device": report.device,
-        "kernels": report.kernels,
-        "draft": llm.drafter_name,
-    }
+    names = ("architecture", "parameters", "dtype", "device", "kernels")
+    return {name: getattr(llm.report, name) for name in names} | {"draft": llm.drafter_name}
 
 
 def show_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

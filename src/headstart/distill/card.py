@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 def write_card(card: Card, folder: Path) -> None:
     """README.md for people and card.json for programs."""
-    record = asdict(card) | {"marks": [asdict(mark) for mark in card.marks], "versions": versions()}
+    record = asdict(card) | {"versions": versions()}
     (folder / "card.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     use = f'LLM("{card.target}", draft="{folder.name}")'
     lines = [

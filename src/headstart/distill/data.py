@@ -106,8 +106,7 @@ class _Maker:
             self._opening, self._to_answer = self._marks.opening, self._marks.to_answer
             self._ends |= set(self._marks.ends)
             self._openers = [list(tokenizer.encode(words, add_special_tokens=False)) for words in OPENERS]
-        bulk = loaded.report.device.startswith("cuda") and gpu.available() is None and gpu.why_not(model) is None
-        self.way = "self-play" if self._marks is not None and bulk else "engine"
+        self.way = "self-play" if self._marks is not None and gpu.reason_against(model) is None else "engine"
 
     def remember(self, stories: Iterable[Story]) -> None:
         """These prompts were used before."""

@@ -51,7 +51,10 @@ class Figures:
 class _Bench:
     """One engine, one prompt at a time."""
 
-    def __init__(self, loaded: Loaded, make: MakeDrafter | None, gamma: int, longest: int) -> None:
+    def __init__(
+        self, loaded: Loaded, make: MakeDrafter | None, gamma: int, prompts: Sequence[Sequence[int]], tokens: int
+    ) -> None:
+        longest = max(map(len, prompts)) + tokens + 1
         runner = EagerRunner(loaded.model, rows=1, max_len=longest, margin=gamma + 1, probe=False)
         size = loaded.report.tokenizer_size or runner.vocab_size
         drafter = make(runner) if make is not None else None
@@ -71,15 +74,10 @@ class _Bench:
         return handle.completion().choices[0], [r for r in self._rounds if not r.prefill]
 
 
-def _longest(prompts: Sequence[Sequence[int]], tokens: int) -> int:
-    return max(map(len, prompts)) + tokens + 1
-
-
 def measure_cost(loaded: Loaded, make: MakeDrafter, prompt: Sequence[int], tokens: int = 24) -> CostModel:
     """c, v and the overhead of this target and draft here and now; in plain steps."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    longest = _longest([prompt], tokens)
-    plain = _Bench(loaded, None, 1, longest)
+    plain = _Bench(loaded, None, 1, [prompt], tokens)
     plain.decode(prompt, params)  # warm
     _, rounds = plain.decode(prompt, params)
     step = median(r.verify_seconds for r in rounds)
@@ -87,7 +85,7 @@ def measure_cost(loaded: Loaded, make: MakeDrafter, prompt: Sequence[int], token
     width: dict[int, float] = {}
     drafting: list[float] = []
     for gamma in _WIDTHS:
-        _, rounds = _Bench(loaded, make, gamma, longest).decode(prompt, params)
+        _, rounds = _Bench(loaded, make, gamma, [prompt], tokens).decode(prompt, params)
         full = [r for r in rounds if r.drafted == gamma] or rounds
         width[full[0].width] = max(1.0, median(r.verify_seconds for r in full) / step)
         drafting += [r.draft_seconds / r.drafted / step for r in full if r.drafted]
@@ -104,8 +102,7 @@ def prove(
     seed: int = 0,
 ) -> Figures:
     """Decode every prompt plain and drafted in turn."""
-    longest = _longest(prompts, tokens)
-    plain, drafted = _Bench(loaded, None, gamma, longest), _Bench(loaded, make, gamma, longest)
+    plain, drafted = (_Bench(loaded, way, gamma, prompts, tokens) for way in (None, make))
     greedy = SamplingParams(temperature=0, max_tokens=tokens)
     sure, drawn = Tally(0), Tally(0)
     ratios, same = [], True

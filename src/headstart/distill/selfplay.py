@@ -109,8 +109,7 @@ class SelfPlay:
 
         The lowered model reads the second from the device instead, so that a step can be captured.
         """
-        kernels = self.device.type == "cuda" and gpu.available() is None and gpu.why_not(self.model) is None
-        if lowered_too and kernels:
+        if lowered_too and gpu.reason_against(self.model) is None:
             lowered = gpu.fuse(self.model, rows=self.rows, capacity=self.length + 16)
             lengths = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
 

@@ -26,7 +26,7 @@ from ..errors import InvalidParameter, ModelNotFound
 from ..machine.files import replacing, sweep, write_whole
 from .students import Batch
 
-__all__ = ["Corpus", "Story", "batch_of", "check_plan", "finished_shards", "read_shard", "write_shard"]
+__all__ = ["Corpus", "Story", "batch_of", "check_plan", "finished_shards", "read_shard", "refuse_change", "write_shard"]
 
 _HELD_EVERY = 40  # each 40th sequence is kept from training, for measuring
 _MOST_HELD = 192
@@ -52,15 +52,18 @@ def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder, before=r"\.(shard-\d{5}\.safetensors|plan\.json)\.\d+")
     path = folder / "plan.json"
-    text = json.dumps(plan, indent=1, sort_keys=True)
     if not path.exists():
-        write_whole(path, text)
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    changed = sorted(key for key in before.keys() | plan.keys() if before.get(key) != json.loads(text).get(key))
+        write_whole(path, json.dumps(plan, indent=1, sort_keys=True))
+    refuse_change(folder, json.loads(path.read_text(encoding="utf-8")), plan)
+
+
+def refuse_change(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Settings as they were read from a file of ``folder``, and as they are now, must be the same."""
+    now = json.loads(json.dumps(now))  # as the file has them: without tuples
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if changed:
         raise InvalidParameter(
-            "out", f"{folder} holds data made with another {', '.join(changed)}; choose a new folder"
+            "out", f"{folder} holds what was made with another {', '.join(changed)}; choose a new folder"
         )
 
 

@@ -12,10 +12,9 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +25,7 @@ from ..machine.files import make_readable, sweep, temporary
 from ..maths.cost import CostModel, conditional, round_tokens
 from ..values import at_least_one
 from .losses import Goal, Loss, acceptance, distance, draft_tau
-from .shards import Corpus
+from .shards import Corpus, refuse_change
 from .students import Reading, Student, Teacher
 
 __all__ = ["Mark", "Optimizer", "TrainSettings", "Trainer"]
@@ -97,9 +96,7 @@ class Trainer:
         self._weights = [p for p in module.parameters() if p.requires_grad]
         self._optimizers = _optimizers(self._weights, student.tables, settings, cuda)
         self._depth = 1 if student.steady else settings.unroll  # steps of a draft that are looked at
-        self._half: Callable[[], AbstractContextManager[Any]] = (
-            (lambda: torch.autocast("cuda", torch.bfloat16)) if cuda else nullcontext
-        )
+        self._half = torch.autocast(self.device.type, torch.bfloat16, enabled=cuda)
         self._sum = torch.zeros((), device=self.device)
         self._since = 0
         sweep(folder, before=r"\.checkpoint-\d+")
@@ -170,7 +167,7 @@ class Trainer:
         )
         goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, temperature[chosen])
         total, weights = torch.zeros((), device=self.device), 0.0
-        with self._half():
+        with self._half:
             for step, states in enumerate(self.student.rollout(reading, self._depth)):
                 loss, _ = distance(goal, self.student.logits(states.flatten(0, 1)[chosen]), s.loss)
                 total = total + loss * s.fade**step
@@ -208,7 +205,7 @@ class Trainer:
         temperature = torch.ones(len(chosen), device=self.device)
         goal = Goal.of(reading.logits.flatten(0, 1)[chosen], self.student.ids, temperature)
         rates = torch.zeros(2, s.unroll, shape.numel(), device=self.device)
-        with self._half():
+        with self._half:
             for step, states in enumerate(self.student.rollout(reading, self._depth)):
                 for kind, found in enumerate(acceptance(goal, self.student.logits(states.flatten(0, 1)[chosen]))):
                     rates[kind, step, chosen] = found.float()
@@ -252,11 +249,7 @@ class Trainer:
 
     def _restore(self, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if state["settings"] != json.loads(json.dumps(asdict(self.settings))):
-            changed = sorted(k for k, v in asdict(self.settings).items() if state["settings"].get(k) != v)
-            raise InvalidParameter(
-                "out", f"{self.folder} holds a run with another {', '.join(changed)}; use a new folder"
-            )
+        refuse_change(self.folder, state["settings"], asdict(self.settings))
         self.step, self._since = state["step"], state["since"]
         self.marks = [Mark(**m | {k: tuple(m[k]) for k in ("alpha", "greedy")}) for m in state["marks"]]
         tensors = load_file(folder / "state.safetensors", device=str(self.device))
@@ -279,19 +272,9 @@ def _optimizers(
         words = {id(table) for table in tables}
         matrices = [w for w in weights if w.ndim == 2 and id(w) not in words]
         rest = [w for w in weights if w.ndim != 2 or id(w) in words]
-        # Steps of the size AdamW makes, so that one learning rate serves both.
-        found.append(
-            torch.optim.Muon(
-                matrices,
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    adam = torch.optim.AdamW(
-        rest, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=cuda
-    )
-    return [*found, adam]
+        # Steps of the size AdamW makes, so that one learning rate serves both; every step sets it.
+        found.append(torch.optim.Muon(matrices, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return [*found, torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=cuda)]
 
 
 def _where(mask: Tensor, device: torch.device) -> Tensor:
