@@ -26,7 +26,7 @@ from headstart.machine.gpu.kernels import sampling as ks
 from headstart.machine.gpu.kernels.attention import attend
 from headstart.machine.gpu.kernels.heads import Heads
 from headstart.machine.gpu.tiles import AttentionTile, Tile, tile
-from headstart.machine.quantize import plain
+from headstart.machine.quantize import Matrix
 from headstart.maths import noise as draws
 
 SMOL = Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64)
@@ -97,7 +97,7 @@ class Chain:
         n, k = matrices(size)[kind]
         # More than the L2 holds, and enough launches that the first one's start does not count.
         copies = copies or min(max(400_000_000 // (2 * n * k), 4), 200)
-        self.weights = [plain(noise(n, k, std=k**-0.5)) for _ in range(copies)]
+        self.weights = [Matrix(noise(n, k, std=k**-0.5)) for _ in range(copies)]
         self.bytes = 2 * n * k
         self.x = noise(rows, k)
         self.out = noise(rows, n if kind != "gate_up" else n // 2)
