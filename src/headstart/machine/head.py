@@ -99,13 +99,9 @@ class HeadNet(nn.Module):
 
         A guess may be a little off, since the target checks it. Products with many rows (prompts) stay as they are.
         """
-        self._quick = {}
-        if self.fuse.device.type == "cpu":
-            with torch.no_grad():
-                for name in ("fuse", "embed", "qkv", "out", "gate_up", "down", "head"):
-                    quick = quickest(getattr(self, name).detach())
-                    if quick is not None:
-                        self._quick[name] = quick
+        matrices = self.named_parameters() if self.fuse.device.type == "cpu" else ()
+        found = {name: quickest(matrix.detach()) for name, matrix in matrices}
+        self._quick = {name: quick for name, quick in found.items() if quick is not None}
         return bool(self._quick)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantize import Matrix, rounded, why_not_rounded
+from .quantize import GROUP, Matrix, rounded
 
 __all__ = ["CLASSES", "Layer", "Weights", "head_dim_of", "lower", "parts_of", "why_not", "window_of"]
 
@@ -162,7 +162,9 @@ def why_not(model: nn.Module, kind: str | None = None) -> str | None:
         for child in module.children():
             if "Linear" in type(child).__name__ and type(child) is not nn.Linear:
                 return f"its layers are {type(child).__name__}, not plain linear layers"
-    return None if kind is None else why_not_rounded(config, kind)
+    if kind == "int4" and (config.hidden_size % GROUP or config.intermediate_size % GROUP):
+        return f"its widths are not multiples of {GROUP}, and 4-bit weights come in groups of {GROUP}"
+    return None
 
 
 def parts_of(model: nn.Module) -> frozenset[str]:

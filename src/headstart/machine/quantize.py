@@ -13,12 +13,11 @@ Q4_1 blocks are those blocks again, to that type's rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "MINIMUM_UP", "SCALE_UP", "Matrix", "int8", "rounded", "why_not_rounded"]
+__all__ = ["GROUP", "MINIMUM_UP", "SCALE_UP", "Matrix", "int8", "rounded"]
 
 GROUP = 32
 SCALE_UP, MINIMUM_UP = 2.0**118, 2.0**-15  # how scales and minima of 4-bit groups are kept: as the kernels like them
@@ -87,10 +86,3 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return packed.view(outputs, inputs // 2), torch.stack([scale * SCALE_UP, minimum * MINIMUM_UP], dim=2).to(
         weight.dtype
     )
-
-
-def why_not_rounded(config: Any, kind: str) -> str | None:
-    """None if a model that can be lowered can also be rounded, else the reason in words."""
-    if kind == "int4" and (config.hidden_size % GROUP or config.intermediate_size % GROUP):
-        return f"its widths are not multiples of {GROUP}, and 4-bit weights come in groups of {GROUP}"
-    return None

@@ -3,5 +3,3 @@
 Knows: distributions, noise, trees, the verification rules and what a round costs.
 Does not know: models, tokenizers, files, requests or who drafted. Nothing here reads a clock or keeps state.
 """
-
-__all__: list[str] = []

@@ -58,12 +58,9 @@ def _at(x: Tensor, node: Node) -> Tensor:
     return x[torch.arange(len(x), device=x.device), node] if isinstance(node, Tensor) else x[:, node]
 
 
-def _put(x: Tensor, node: Node, value: Tensor) -> None:
+def _put(x: Tensor, node: Tensor, value: Tensor) -> None:
     """Write value [R, ..] into x [R, M, ..] at one place of each row."""
-    if isinstance(node, int):
-        x[:, node] = value
-    else:
-        x[torch.arange(len(x), device=x.device), node] = value
+    x[torch.arange(len(x), device=x.device), node] = value
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
@@ -189,11 +186,11 @@ class _Trees(_Draft):
         self.left = p.clone()  # [R, N+1, V]
         self.rows = torch.arange(len(p), device=p.device)
 
-    def ratio(self, node: Node, parent: Node) -> Tensor:
+    def ratio(self, node: Node, parent: Tensor) -> Tensor:
         """The parent's residual over the node's q, both at the node's token [R]."""
         return _quotient(self.left[self.rows, parent, _at(self.tokens, node)], _at(self.drawn, node))
 
-    def reject(self, node: Node, parent: Node, scale: Tensor, where: Tensor) -> Tensor:
+    def reject(self, node: Node, parent: Tensor, scale: Tensor, where: Tensor) -> Tensor:
         """Reject the node in the rows ``where`` [R] says: the parent's residual P becomes max(scale * P - q, 0),
         normalised. Returns the sum before that [R]."""
         before = _at(self.left, parent)
