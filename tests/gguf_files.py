@@ -88,18 +88,21 @@ def write_gguf(
     kinds: Callable[[str], str | None] = lambda name: None,
     more: dict[str, np.ndarray] | None = None,
     split: int = 0,
+    name: str = "",
     **settings: Any,
 ) -> Path:
     """A GGUF file with a small byte-level tokenizer, as llama.cpp's converter writes it.
 
     ``kind`` and ``table``: what the layers' matrices, and the embedding and the output head, are quantized to;
     ``kinds``: exceptions, by a tensor's name. ``more``: further tensors. ``split``: how many go into each of several
-    files. ``settings``: further ones of the architecture.
+    files. ``name``: the model's. ``settings``: further ones of the architecture.
     """
     gguf = pytest.importorskip("gguf")
     config: Any = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=split)
+    if name:
+        writer.add_name(name)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -111,9 +114,9 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    for name, value in settings.items():
+    for key, value in settings.items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"{arch}.{name}", value)
+        add(f"{arch}.{key}", value)
     tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!", "AB"]
     tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
@@ -123,17 +126,17 @@ def write_gguf(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
-    for name, array in _tensors(model, arch):
-        if leave_out in name:
+    for tensor, array in _tensors(model, arch):
+        if leave_out in tensor:
             continue
-        plain = "norm" in name or array.ndim == 1
-        sort = "F32" if plain else kinds(name) or (kind if "blk" in name else table)
+        plain = "norm" in tensor or array.ndim == 1
+        sort = "F32" if plain else kinds(tensor) or (kind if "blk" in tensor else table)
         if sort == "F32":
-            writer.add_tensor(name, np.ascontiguousarray(array))
+            writer.add_tensor(tensor, np.ascontiguousarray(array))
         else:
-            writer.add_tensor(name, written(array, sort), raw_dtype=gguf.GGMLQuantizationType[sort])
-    for name, array in (more or {}).items():
-        writer.add_tensor(name, array)
+            writer.add_tensor(tensor, written(array, sort), raw_dtype=gguf.GGMLQuantizationType[sort])
+    for tensor, array in (more or {}).items():
+        writer.add_tensor(tensor, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -99,6 +99,17 @@ def test_the_configuration_is_the_one_that_transformers_reads(family: str, tmp_p
     assert ours == theirs
 
 
+def test_what_transformers_alone_can_read_is_read_by_it(tmp_path: Path) -> None:
+    """Mistral's files say that they are Llama's; only transformers' reader knows them by their name."""
+    made = tiny_model("llama", **SIZES)
+    path = write_gguf(tmp_path / "model.gguf", made, kind="Q8_0", table="Q8_0", name="mistral", split=8)
+    found = stream_gguf(path.with_name("model-00001-of-00003.gguf"), "own")
+    assert isinstance(found, Streamed)
+    assert found.loaded.report.architecture == "MistralForCausalLM"
+    assert not found.packed.plan.tied  # though the first part has no output head
+    assert found.packed.plan.windows == (4096, 4096)
+
+
 def test_rotary_factors_and_scales_are_heeded(tmp_path: Path) -> None:
     """Llama 3.1's factors are a tensor; transformers passes them over, and a factor for all frequencies as well."""
     made, factors = tiny_model("llama", **SIZES), np.linspace(1, 8, 16, dtype=np.float32)

@@ -58,8 +58,8 @@ class LLM:
     None for plain decoding; "auto" is the head that ships with the embedded model, beside ``lookup``, and ``lookup``
     alone for any other. ``gamma``: how many tokens to draft a round; "auto" measures and chooses,
     0 never drafts (a draft is not even loaded).
-    ``quantization``: weights of 8 or 4 bits ("int8", "int4") or as they are (None); "auto" is "int4" for the
-    embedded model on a CPU (its own file's weights) unless a ``dtype`` is given, and None for any other.
+    ``quantization``: weights of 8 or 4 bits ("int8", "int4") or as they are (None); "auto" on a CPU runs GGUF files and
+    the embedded model with their own bits unless a ``dtype`` is given, and is None for any other.
     ``draft_quantization``: the same for a draft model; it cannot change the text, so "auto" is "int8" on a CPU.
     """
 

@@ -113,8 +113,8 @@ class ModelOptions(TargetOptions):
         str,
         _model(
             of="KIND",
-            help="Weights of the model: int8, int4, none (as they are), or auto (the embedded model's own 4-bit "
-            "weights on a CPU; others as they are).",
+            help="Weights of the model: int8, int4, none (as they are), or auto (on a CPU the own bits of "
+            "a GGUF file and of the embedded model; others as they are).",
         ),
     ] = "auto"
     max_model_len: Annotated[int | None, _model(of="N", help="The most tokens of prompt and answer together.")] = None

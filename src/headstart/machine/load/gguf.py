@@ -128,6 +128,8 @@ def _settings(path: Path, header: Header) -> dict[str, Any]:
             settings = dict(load_gguf_checkpoint(str(gguf_parts(path)[0]))["config"])
         if len(gguf_parts(path)) > 1 and architecture not in ("falcon", "bloom"):  # it saw one part's tensors only
             settings["tie_word_embeddings"] = tied
+        if architecture in _OWN and header.named("attention.key_length"):
+            settings["head_dim"] = header.named("attention.key_length")
         return settings
     settings = {"model_type": architecture, "tie_word_embeddings": tied}
     if "general.name" in known:

@@ -183,7 +183,8 @@ def load_draft(
     loaded = load(source, dtype=dtype, **placement)
     if quantization == "auto" and not can_round_draft(loaded):
         return Opened(loaded, ours=isinstance(source, (str, Path)))
-    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=wish.place())
+    place = wish._replace(kind=kind).place()  # of what is packed now, not of what the file has
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
 
 
 def runner_for(
