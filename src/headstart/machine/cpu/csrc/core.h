@@ -10,6 +10,8 @@
 #include <cstring>
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define HS_INLINE inline __attribute__((always_inline))
@@ -46,7 +48,17 @@ HS_INLINE vf fma(vf a, vf b, vf c) {
     z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
     return z.v;
 }
-#elif defined(__aarch64__) || defined(__FP_FAST_FMAF)
+#elif defined(__aarch64__)
+union Quarters {
+    vf v;
+    float32x4_t q[4];
+};
+HS_INLINE vf fma(vf a, vf b, vf c) {
+    Quarters x{a}, y{b}, z{c};
+    for (int i = 0; i < 4; i++) z.q[i] = vfmaq_f32(z.q[i], x.q[i], y.q[i]);
+    return z.v;
+}
+#elif defined(__FP_FAST_FMAF)
 HS_INLINE vf fma(vf a, vf b, vf c) {
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
@@ -190,6 +202,10 @@ HS_INLINE vf load_half(const uint16_t* p) {
     x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
     x.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
     return x.v;
+#elif defined(__aarch64__)
+    Quarters x;
+    for (int i = 0; i < 4; i++) x.q[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+    return x.v;
 #else
     vf v;
     for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
@@ -200,6 +216,9 @@ HS_INLINE vf load_half(const uint16_t* p) {
 HS_INLINE void store_half(uint16_t* p, vf v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__aarch64__)
+    const Quarters x{v};
+    for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.q[i])));
 #else
     for (int i = 0; i < LANES; i++) p[i] = float_to_half(v[i]);
 #endif
@@ -207,25 +226,32 @@ HS_INLINE void store_half(uint16_t* p, vf v) {
 
 // -- bytes: the small scales of packed weights
 
+#if defined(__AVX512F__)
 HS_INLINE vf load_bytes(const uint8_t* p) {
-#if defined(__AVX512F__)
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#else
-    vf v;
-    for (int i = 0; i < LANES; i++) v[i] = (float)p[i];
-    return v;
-#endif
 }
-
 HS_INLINE vf load_bytes(const int8_t* p) {
-#if defined(__AVX512F__)
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#else
-    vf v;
-    for (int i = 0; i < LANES; i++) v[i] = (float)p[i];
-    return v;
-#endif
 }
+#elif defined(__AVX2__)
+HS_INLINE vf load_bytes(const uint8_t* p) {
+    union { vf v; __m256 h[2]; } x;
+    for (int i = 0; i < 2; i++) x.h[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i))));
+    return x.v;
+}
+HS_INLINE vf load_bytes(const int8_t* p) {
+    union { vf v; __m256 h[2]; } x;
+    for (int i = 0; i < 2; i++) x.h[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i))));
+    return x.v;
+}
+#else
+template <typename T> HS_INLINE vf load_bytes(const T* p) {
+    typedef T bytes __attribute__((vector_size(16)));
+    bytes b;
+    memcpy(&b, p, 16);
+    return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+}
+#endif
 
 // -- exp
 

@@ -163,8 +163,8 @@ static int lay_out(const Call& c, Room& room) {
         const int row = c.slab_rows ? c.slab_rows[i] : c.first_row + i, length = c.lengths[i];
         const int width = c.widths ? c.widths[i] : c.width;
         room.pieces.push_back({row, length, tokens, width});
-        for (int n = 0; n < width; n += MOST_TOKENS)
-            room.spans.push_back({i, n, n + MOST_TOKENS < width ? n + MOST_TOKENS : width});
+        for (int n = 0; n < width; n += MOST_SPAN)
+            room.spans.push_back({i, n, n + MOST_SPAN < width ? n + MOST_SPAN : width});
         for (int n = 0; n < width; n++, tokens++) {
             room.places.push_back({row, length + n, length + (c.depths ? c.depths[tokens] : n)});
         }

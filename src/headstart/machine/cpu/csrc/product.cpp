@@ -11,23 +11,36 @@ template <int KIND>
 static void run(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
     const size_t stride = m.tile_bytes();
     const int blocks = m.blocks();
-    // As many tiles at once as the registers can hold sums for.
-    const int wide = tokens == 1 ? 4 : tokens <= 4 ? 2 : 1;
-    for (int i = 0; i < count;) {
+    for (int i = 0; i < count; i += 2) {
         const uint8_t* p = m.tile(first + i);
-        const int n = count - i >= wide ? wide : count - i >= 2 && wide >= 2 ? 2 : 1;
         vf* to = out + (size_t)i * tokens;
-        if (n == 4)
-            product<KIND, 4, 1>(p, stride, blocks, in, to);
-        else if (n == 2 && tokens <= 4)
-            tokens == 1   ? product<KIND, 2, 1>(p, stride, blocks, in, to)
-            : tokens == 2 ? product<KIND, 2, 2>(p, stride, blocks, in, to)
-            : tokens == 3 ? product<KIND, 2, 3>(p, stride, blocks, in, to)
-                          : product<KIND, 2, 4>(p, stride, blocks, in, to);
+        if (count - i == 1)
+            product<KIND, 1, false>(p, stride, blocks, in, tokens, to);
+        else if (tokens == 1)
+            product<KIND, 2, true>(p, stride, blocks, in, tokens, to);
         else
-            product_tokens<KIND, 1>(p, stride, blocks, in, tokens, to);
-        i += n;
+            product<KIND, 2, false>(p, stride, blocks, in, tokens, to);
     }
+}
+
+static void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
+    const size_t stride = m.tile_bytes();
+    for (int i = 0; i < count; i++)
+        for (int t = 0; t < tokens;) {
+            const uint8_t* p = m.tile(first + i);
+            const Inputs from = in.from(t);
+            vf* to = out + (size_t)i * tokens + t;
+            switch (tokens - t) {
+                case 1: float_product<1, 1>(p, stride, m.inputs, from, to, tokens); t += 1; break;
+                case 2: float_product<1, 2>(p, stride, m.inputs, from, to, tokens); t += 2; break;
+                case 3: float_product<1, 3>(p, stride, m.inputs, from, to, tokens); t += 3; break;
+                case 4: float_product<1, 4>(p, stride, m.inputs, from, to, tokens); t += 4; break;
+                case 5: float_product<1, 5>(p, stride, m.inputs, from, to, tokens); t += 5; break;
+                case 6: float_product<1, 6>(p, stride, m.inputs, from, to, tokens); t += 6; break;
+                case 7: float_product<1, 7>(p, stride, m.inputs, from, to, tokens); t += 7; break;
+                default: float_product<1, 8>(p, stride, m.inputs, from, to, tokens); t += 8;
+            }
+        }
 }
 
 void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
@@ -37,7 +50,7 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
         case Q4_K: run<Q4_K>(m, first, count, in, tokens, out); break;
         case Q5_K: run<Q5_K>(m, first, count, in, tokens, out); break;
         case Q6_K: run<Q6_K>(m, first, count, in, tokens, out); break;
-        default: run<FLOAT>(m, first, count, in, tokens, out);
+        default: run_floats(m, first, count, in, tokens, out);
     }
     if (m.bias)
         for (int i = 0; i < count; i++) {
@@ -58,6 +71,8 @@ HS_API const char* hs_instructions() {
     return "AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__)
     return "AVX2";
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return "NEON with dot products";
 #elif defined(__aarch64__)
     return "NEON";
 #else

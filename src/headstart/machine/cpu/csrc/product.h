@@ -53,6 +53,7 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
 template <int KIND> struct Scales {
     vf scale, least, first, second;
 
+    Scales() = default;
     // ``p``: where the block's scales begin; ``g``: number of the group in the block.
     HS_INLINE Scales(const uint8_t* p, int g) {
         if (KIND == INT8 || KIND == INT4) scale = load_half((const uint16_t*)p);
@@ -69,73 +70,80 @@ template <int KIND> struct Scales {
     }
 };
 
-#ifndef AHEAD
-#define AHEAD 5120
-#endif
-// W tiles (``stride`` bytes apart) times T tokens: out[w * T + t] is tile w's 16 outputs for token t. Several tiles at
-// once are several streams of memory, which a core reads faster than one.
-template <int KIND, int W, int T>
-HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, vf* out) {
-    vf sums[W * T];
-    for (int i = 0; i < W * T; i++) sums[i] = splat(0.0f);
-    if (KIND == FLOAT) {
-        for (int k = 0; k < blocks * GROUP; k++)
-            for (int w = 0; w < W; w++) {
-                const vf weight = load((const float*)(data + stride * w) + (size_t)k * LANES);
-                for (int t = 0; t < T; t++)
-                    sums[w * T + t] = fma(weight, splat(in.exact[(size_t)t * in.width + k]), sums[w * T + t]);
+constexpr int MOST_TILES = 4;    // tiles of one call
+constexpr int MOST_TOKENS = 64;  // tokens of one call
+constexpr size_t AHEAD = 4096;   // bytes that weights are asked for before they are needed
+
+// A group's products with a token: sums[i] += tile i's part. Whole numbers inside a group, groups in order.
+template <int KIND, int W>
+HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const Inputs& in, size_t at, vf* sums) {
+    const int8_t* a = in.numbers + at * GROUP;
+    vf dot[W], second[W];
+    if (KIND == Q6_K)
+        numbers.dots(a, in.halves + 2 * at, dot, second);
+    else
+        numbers.template dot<KIND>(a, in.offsets + at, dot);
+    const vf scale = splat(in.scales[at]), total = splat(in.totals[at]);
+    for (int i = 0; i < W; i++) {
+        if (KIND == Q6_K) dot[i] = fma(second[i], own[i].second, dot[i] * own[i].first);  // exact, too
+        sums[i] = fma(dot[i], own[i].scale * scale, sums[i]);
+        if (KIND != INT8 && KIND != Q6_K) sums[i] = fma(own[i].least, total, sums[i]);
+    }
+}
+
+// W tiles (``stride`` bytes apart) times ``tokens`` tokens: out[i * tokens + t] is tile i's 16 outputs for token t. W tiles
+// are W streams of memory: what is asked for behind a tile's end is the stream's next tile. Sums are kept in ``out``, so
+// that the registers hold the weights, unless there is but ONE token.
+template <int KIND, int W, bool ONE>
+HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
+    const size_t groups = in.width / GROUP;
+    vf sums[W];
+    for (int i = 0; i < W; i++) sums[i] = splat(0.0f);
+    if (!ONE)
+        for (int i = 0; i < W * tokens; i++) out[i] = splat(0.0f);
+    for (int b = 0, at = 0; b < blocks; b++)
+        for (int g = 0; g < block_groups(KIND); g++, at++) {
+            Block<W> numbers;
+            Scales<KIND> own[W];
+            for (int i = 0; i < W; i++) {
+                const uint8_t* block = data + stride * i + block_bytes(KIND) * b;
+                const size_t part = block_bytes(KIND) / block_groups(KIND), from = block_bytes(KIND) * b + part * g + AHEAD;
+                const uint8_t* ahead = data + stride * i + from + (from < stride ? 0 : stride * (W - 1));
+                for (size_t line = 0; line < part; line += 64) __builtin_prefetch(ahead + line);
+                numbers.template unpack<KIND>(i, block + group_bytes(KIND) * g);
+                own[i] = Scales<KIND>(block + scales_at(KIND), g);
             }
-    } else {
-        const int width = in.width / GROUP, groups = blocks * block_groups(KIND);
-        for (int b = 0; b < groups; b++) {
-            for (int w = 0; w < W; w++) {
-                const int g = b % block_groups(KIND);
-                const uint8_t* block = data + stride * w + block_bytes(KIND) * (b / block_groups(KIND));
-                const uint8_t* p = block + group_bytes(KIND) * g;
-                const Scales<KIND> own(block + scales_at(KIND), g);
-                for (size_t line = 0; line < block_bytes(KIND) / block_groups(KIND); line += 64)
-                    __builtin_prefetch(p + AHEAD + line);
-                Block numbers;
-                numbers.unpack<KIND>(p);
-                for (int t = 0; t < T; t++) {
-                    const int at = t * width + b;
-                    const int8_t* a = in.numbers + (size_t)t * in.width + b * GROUP;
-                    vf s = sums[w * T + t], dot;
-                    if (KIND == Q6_K) {
-                        vf second;
-                        numbers.dots(a, in.halves + 2 * at, dot, second);
-                        dot = fma(second, own.second, dot * own.first);  // exact, too
-                    } else {
-                        dot = numbers.dot<KIND>(a, in.offsets[at]);
-                    }
-                    s = fma(dot, own.scale * splat(in.scales[at]), s);
-                    if (KIND != INT8 && KIND != Q6_K) s = fma(own.least, splat(in.totals[at]), s);
-                    sums[w * T + t] = s;
-                }
+            if (ONE) {
+                add_group<KIND, W>(numbers, own, in, at, sums);
+                continue;
+            }
+#pragma GCC unroll 1
+            for (int t = 0; t < tokens; t++) {
+                for (int i = 0; i < W; i++) sums[i] = out[i * tokens + t];
+                add_group<KIND, W>(numbers, own, in, at + groups * t, sums);
+                for (int i = 0; i < W; i++) out[i * tokens + t] = sums[i];
             }
         }
-    }
-    for (int i = 0; i < W * T; i++) out[i] = sums[i];
+    if (ONE)
+        for (int i = 0; i < W; i++) out[i] = sums[i];
 }
 
-constexpr int MOST_TILES = 4;   // tiles of one call
-constexpr int MOST_TOKENS = 8;  // tokens that share an unpacked block
-
-template <int KIND, int W>
-HS_INLINE void product_tokens(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
-    switch (tokens) {
-        case 1: return product<KIND, W, 1>(data, stride, blocks, in, out);
-        case 2: return product<KIND, W, 2>(data, stride, blocks, in, out);
-        case 3: return product<KIND, W, 3>(data, stride, blocks, in, out);
-        case 4: return product<KIND, W, 4>(data, stride, blocks, in, out);
-        case 5: return product<KIND, W, 5>(data, stride, blocks, in, out);
-        case 6: return product<KIND, W, 6>(data, stride, blocks, in, out);
-        case 7: return product<KIND, W, 7>(data, stride, blocks, in, out);
-        default: return product<KIND, W, 8>(data, stride, blocks, in, out);
-    }
+// The same for float weights: T tokens at once.
+template <int W, int T>
+HS_INLINE void float_product(const uint8_t* data, size_t stride, int inputs, const Inputs& in, vf* out, int apart) {
+    vf sums[W * T];
+    for (int i = 0; i < W * T; i++) sums[i] = splat(0.0f);
+    for (int k = 0; k < inputs; k++)
+        for (int w = 0; w < W; w++) {
+            const vf weight = load((const float*)(data + stride * w) + (size_t)k * LANES);
+            for (int t = 0; t < T; t++)
+                sums[w * T + t] = fma(weight, splat(in.exact[(size_t)t * in.width + k]), sums[w * T + t]);
+        }
+    for (int w = 0; w < W; w++)
+        for (int t = 0; t < T; t++) out[w * apart + t] = sums[w * T + t];
 }
 
-// ``count`` tiles from ``first`` on (1 .. 4) times ``tokens`` tokens (1 .. 8): out[i * tokens + t]. Biases are added.
+// ``count`` tiles from ``first`` on (1 .. 4) times ``tokens`` tokens (1 .. 64): out[i * tokens + t]. Biases are added.
 void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out);
 
 }  // namespace hs
