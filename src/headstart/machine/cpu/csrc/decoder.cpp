@@ -36,12 +36,19 @@ struct Forward {
                        [&](const Inputs& to, int t) { norm_token(stream(t), weight, m.eps, m.hidden, to, t); });
     }
 
+    int qkv_heads() const { return m.heads + 2 * m.kv_heads; }
+
+    // The matrix that has a head of queries, keys or values, and the head's number in it.
+    const Matrix& where(const Layer& layer, int& head) const {
+        if (layer.v.data && head >= m.heads + m.kv_heads) return head -= m.heads + m.kv_heads, layer.v;
+        if (layer.k.data && head >= m.heads) return head -= m.heads, layer.k;
+        return layer.qkv;
+    }
+
     void qkv(const Layer& layer, int head, const Inputs& in) const {
-        const Matrix* from = &layer.qkv;
-        int own = head;  // the head's number in the matrix
-        if (layer.k.data && head >= m.heads) from = &layer.k, own = head - m.heads;
-        if (layer.v.data && head >= m.heads + m.kv_heads) from = &layer.v, own = head - m.heads - m.kv_heads;
-        head_product(*from, own, m.head_dim, in, tokens, [&](int token, const vf* found, int stride) {
+        int own = head;
+        const Matrix& from = where(layer, own);
+        head_product(from, own, m.head_dim, in, tokens, [&](int token, const vf* found, int stride) {
             float* query = queries + (size_t)token * m.heads * m.head_dim;
             const Way to{layer.q_norm, layer.k_norm, query, layer.keys, layer.values};
             place_head(m, head, room.places[token], to, found, stride);
@@ -71,10 +78,11 @@ struct Forward {
         }
     }
 
+    int wide() const { return tokens > MOST_TOKENS ? MOST_TILES : 2; }  // tiles of a piece
+
     // x += product: the residual stream.
-    void add(const Matrix& matrix, const Inputs& in, Share& share) const {
-        const int tiles = matrix.tiles(), wide = tiles % 4 == 0 && tiles / 4 % pool.size() == 0 ? 4 : 2;
-        shared_product(matrix, in, tokens, wide, share, [&](int tile, int token, vf v) {
+    void add(const Matrix& matrix, const Inputs& in, const Turn& turn) const {
+        shared_product(matrix, in, tokens, wide(), turn, [&](int tile, int token, vf v) {
             float* to = stream(token) + tile * LANES;
             store(to, load(to) + v);
         });
@@ -90,7 +98,7 @@ struct Forward {
         }
     }
 
-    void logits(int thread, Share& preparing, Share& share) const {
+    void logits(Share& preparing, const Turn& turn) const {
         if (!c.keep) return;
         const int kept = c.rows * c.keep;
         for (int i; (i = preparing.take()) < kept;) {
@@ -99,36 +107,60 @@ struct Forward {
             norm_token(stream(token), m.norm, m.eps, m.hidden, last, i);
         }
         pool.meet();
-        shared_product(m.head, last, kept, MOST_TILES, share, [&](int tile, int i, vf v) {
+        shared_product(m.head, last, kept, MOST_TILES, turn, [&](int tile, int i, vf v) {
             store_tile(c.logits + (size_t)i * m.vocab, m.vocab, tile, v);
         });
     }
 
+    // Ask for the first weights that a thread will read in a later phase, while it waits for the others.
+    void ask_for(const Matrix& matrix, int tile) const {
+        if (!matrix.data || tile >= matrix.tiles()) return;
+        for (int i = 0; i < 2; i++)
+            for (size_t line = 0; line < AHEAD; line += 64) __builtin_prefetch(matrix.tile(tile) + matrix.tile_bytes() * i + line);
+    }
+    void ask_for_layer(int l, const Turn& turn) const {
+        if (l == m.layers) return ask_for(m.head, turn.first((m.head.tiles() + MOST_TILES - 1) / MOST_TILES) * MOST_TILES);
+        int head = turn.first(qkv_heads());
+        const Matrix& from = where(m.layer[l], head);
+        ask_for(from, head * m.head_dim / LANES);
+    }
+
     void run(int thread) const {
         Share* share = room.shares.data();
+        const auto turn = [&] { return Turn{room.runs, thread, (int)(share - room.shares.data())}; };
+        const auto tile = [&](const Matrix& matrix) { return turn().first((matrix.tiles() + wide() - 1) / wide()) * wide(); };
+        room.runs.reset(thread);
         for (int t; (t = share->take()) < tokens;) unpack_row(m.embedding, (int)c.tokens[t], stream(t));
+        ask_for_layer(0, turn());
         pool.meet();
         for (int l = 0; l < m.layers; l++) {
             const Layer& layer = m.layer[l];
+            const int items = m.ffn / GROUP;
             Inputs in = norm(layer.input_norm, thread, *++share);
-            const int heads = m.heads + 2 * m.kv_heads;
             share++;
-            for (int h; (h = share->take()) < heads;) qkv(layer, h, in);
+            for (int h; (h = turn().take(qkv_heads())) < qkv_heads();) qkv(layer, h, in);
             pool.meet();
+            ask_for(layer.out, tile(layer.out));
             attention(layer, thread, *++share);
             pool.meet();
-            add(layer.out, attended, *++share);
+            share++;
+            add(layer.out, attended, turn());
+            const Matrix* up = layer.up.data ? &layer.up : nullptr;
+            ask_for(layer.gate_up, turn().first(items) * (up ? 2 : 4));
             pool.meet();
             in = norm(layer.post_norm, thread, *++share);
-            const Matrix* up = layer.up.data ? &layer.up : nullptr;
             share++;
-            for (int i; (i = share->take()) < m.ffn / GROUP;) swiglu(layer.gate_up, up, i, in, tokens, gated);
+            for (int i; (i = turn().take(items)) < items;) swiglu(layer.gate_up, up, i, in, tokens, gated);
+            ask_for(layer.down, tile(layer.down));
             pool.meet();
-            add(layer.down, gated, *++share);
+            share++;
+            add(layer.down, gated, turn());
+            ask_for_layer(l + 1, turn());
             pool.meet();
             if (thread == 0) keep_features(l);  // x changes again only after two more barriers
         }
-        logits(thread, share[1], share[2]);
+        share += 2;
+        logits(share[-1], turn());
     }
 };
 
@@ -185,6 +217,7 @@ HS_API int hs_forward(void* handle, void* pool_, const Call* call) {
     const size_t phases = 8 * (size_t)m.layers + 4;
     if (room.shares.size() < phases) room.shares = std::vector<Share>(phases);
     for (Share& share : room.shares) share.reset();
+    room.runs.need(pool.size(), (int)phases);
     Forward forward{m,
                     *call,
                     room,
@@ -206,16 +239,19 @@ struct ProductCall {
     const float* x;
     float* y;
     int tokens;
-    Share rounding, share;
+    Share rounding;
+    Runs* runs;
     Pool* pool;
 };
 
 // y [tokens, outputs] = x [tokens, inputs] times the matrix: for tests, probes and anything that is not a whole model.
 HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, float* y) {
     static thread_local Rounded rounded;
-    ProductCall call{m, rounded.need(tokens, m->inputs), x, y, tokens, {}, {}, (Pool*)pool};
+    static thread_local Runs runs;
+    runs.need(((Pool*)pool)->size(), 1);
+    ProductCall call{m, rounded.need(tokens, m->inputs), x, y, tokens, {}, &runs, (Pool*)pool};
     call.pool->run(
-        [](void* argument, int) {
+        [](void* argument, int thread) {
             ProductCall& p = *(ProductCall*)argument;
             const Matrix& m = *p.m;
             for (int t; (t = p.rounding.take()) < p.tokens;)
@@ -223,10 +259,36 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
                     const float* x = p.x + (size_t)t * m.inputs + g * GROUP;
                     round_group(p.in, t, g, load(x), load(x + LANES));
                 }
+            p.runs->reset(thread);
             p.pool->meet();
-            shared_product(m, p.in, p.tokens, MOST_TILES, p.share, [&](int tile, int t, vf v) {
+            shared_product(m, p.in, p.tokens, MOST_TILES, Turn{*p.runs, thread, 0}, [&](int tile, int t, vf v) {
                 store(p.y + (size_t)t * m.outputs + tile * LANES, v);
             });
         },
         &call);
+}
+
+// Read memory from end to end, each thread a part of it: what any product with weights of so many bytes takes at least.
+HS_API void hs_read(void* pool, const uint8_t* data, int64_t bytes) {
+    struct Reading {
+        const uint8_t* data;
+        int64_t each;
+    } reading{data, bytes / ((Pool*)pool)->size() / 256 * 256};
+    ((Pool*)pool)->run(
+        [](void* argument, int thread) {
+            const Reading& r = *(const Reading*)argument;
+            const int64_t apart = r.each / 4;  // four streams, which a core reads faster than one
+            const uint8_t* p = r.data + r.each * thread;
+            vi s = {};
+            for (int64_t i = 0; i < apart; i += 64)
+                for (int stream = 0; stream < 4; stream++) {
+                    vi x;
+                    __builtin_prefetch(p + apart * stream + i + AHEAD);
+                    memcpy(&x, p + apart * stream + i, 64);
+                    s |= x;
+                }
+            static std::atomic<int32_t> seen;
+            seen.store(sum(s), std::memory_order_relaxed);  // so that nothing is left out
+        },
+        &reading);
 }

@@ -78,8 +78,8 @@ class Rounded {
   public:
     Inputs need(int tokens, int width) {
         const size_t n = (size_t)tokens * width, b = n / GROUP;
-        return {numbers_.need(n), scales_.need(b),     totals_.need(b), offsets_.need(b),
-                halves_.need(2 * b), exact_.need(n), width};
+        return {numbers_.need(n),    scales_.need(b), totals_.need(b), offsets_.need(b),
+                halves_.need(2 * b), exact_.need(n),  width,           tokens};
     }
 
   private:
@@ -98,6 +98,7 @@ struct Room {  // of one model; kept between forwards
     Rounded normed, attended, gated, last;
     std::vector<Own> own;
     std::vector<Share> shares;
+    Runs runs;
     std::vector<Piece> pieces;
     std::vector<Place> places;
     std::vector<Span> spans;
@@ -131,7 +132,7 @@ constexpr int FEW = 16;
 template <typename Make>
 Inputs prepare(Pool& pool, int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) {
     if (n <= FEW) {
-        const Inputs to = own.need(FEW, width);
+        const Inputs to = own.need(n, width);
         for (int t = 0; t < n; t++) make(to, t);
         return to;
     }
@@ -146,11 +147,11 @@ template <typename Work> HS_INLINE void by_tokens(int n, Work work) {
 }
 
 // A matrix times n tokens, ``wide`` tiles (1 .. 4) at a time; done(tile, token, 16 numbers).
-template <typename Done>
-void shared_product(const Matrix& m, const Inputs& in, int n, int wide, Share& turn, Done done) {
-    const int tiles = m.tiles();
+template <typename Turns, typename Done>
+void shared_product(const Matrix& m, const Inputs& in, int n, int wide, Turns&& turn, Done done) {
+    const int tiles = m.tiles(), pieces = (tiles + wide - 1) / wide;
     vf found[MOST_TILES * MOST_TOKENS];
-    for (int item; (item = turn.take() * wide) < tiles;) {
+    for (int item; (item = turn.take(pieces) * wide) < tiles;) {
         const int count = tiles - item < wide ? tiles - item : wide;
         by_tokens(n, [&](int t, int some) {
             tiles_product(m, item, count, in.from(t), some, found);

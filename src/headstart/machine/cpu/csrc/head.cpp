@@ -53,7 +53,7 @@ struct Steps {
         const Inputs line = to.from(slot);
         const int groups = h.target_hidden / GROUP;
         for (int p = 0; p < h.parts; p++) {
-            const Inputs part = line.at((size_t)p * h.target_hidden, h.target_hidden);
+            const Inputs part = line.part(p * h.target_hidden, h.target_hidden);
             if (none)
                 for (int i = 0; i < groups; i++) round_group(part, 0, i, splat(0.0f), splat(0.0f));
             else

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -105,9 +106,48 @@ class Share {
   public:
     void reset() { next_.store(0, std::memory_order_relaxed); }
     int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+    int take(int) { return take(); }  // like Turn's
 
   private:
     alignas(64) std::atomic<int> next_{0};
+};
+
+// The same for work that reads much memory, phase after phase: a thread first takes pieces of its own, one behind the
+// other, so that it reads memory from end to end, and then helps where there are some left.
+class Runs {
+  public:
+    void need(int threads, int phases) {
+        if ((int)taken_.size() == threads && phases_ >= phases) return;
+        phases_ = phases;
+        taken_.clear();
+        for (int i = 0; i < threads; i++) taken_.emplace_back(new std::atomic<int>[phases + 32]());  // no shared lines
+    }
+    void reset(int thread) {  // each thread for itself; then a barrier
+        for (int i = 0; i < phases_; i++) taken_[thread][i].store(0, std::memory_order_relaxed);
+    }
+    int first(int thread, int pieces) const { return (int)((int64_t)pieces * thread / (int)taken_.size()); }
+    int take(int thread, int phase, int pieces) {  // ``pieces`` if there are none left
+        const int threads = (int)taken_.size();
+        for (int i = 0; i < threads; i++) {
+            const int whose = (thread + i) % threads, from = first(whose, pieces), count = first(whose + 1, pieces) - from;
+            std::atomic<int>& taken = taken_[whose][phase];
+            if (taken.load(std::memory_order_relaxed) >= count) continue;
+            const int piece = taken.fetch_add(1, std::memory_order_relaxed);
+            if (piece < count) return from + piece;
+        }
+        return pieces;
+    }
+
+  private:
+    std::vector<std::unique_ptr<std::atomic<int>[]>> taken_;
+    int phases_ = 0;
+};
+
+struct Turn {  // a thread's in one phase
+    Runs& runs;
+    int thread, phase;
+    int first(int pieces) const { return runs.first(thread, pieces); }
+    int take(int pieces) const { return runs.take(thread, phase, pieces); }
 };
 
 }  // namespace hs

@@ -9,28 +9,34 @@
 
 namespace hs {
 
-// Rounded inputs of some tokens. FLOAT matrices read ``exact`` instead.
+// Rounded inputs of some tokens. A group's 32 numbers of all tokens lie side by side, then the next group's, so that a
+// product with several tokens reads from end to end. FLOAT matrices read ``exact`` instead.
 struct Inputs {
-    int8_t* numbers;   // [tokens, width]
-    float* scales;     // [tokens, width / 32]
+    int8_t* numbers;   // [width / 32, rows, 32]
+    float* scales;     // [width / 32, rows]
     float* totals;     // the same: scale * sum of the group's numbers, for minima
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
-    int32_t* halves;   // [tokens, width / 16] -32 * sum of 16 numbers, for Q6_K's + 32
-    float* exact;      // [tokens, width]
-    int width;
+    int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32
+    float* exact;      // [rows, width]
+    int width, rows;
 
-    Inputs from(int token) const { return at((size_t)token * width, width); }
-    Inputs at(size_t n, int wide) const {  // from number n on, a multiple of 32
-        const size_t b = n / GROUP;
-        return {numbers + n, scales + b, totals + b, offsets + b, halves + 2 * b, exact + n, wide};
+    Inputs from(int token) const { return moved(token, (size_t)token * width, width); }
+    Inputs part(int first, int wide) const {  // of one token: its inputs from ``first`` on, a multiple of 32
+        return moved((size_t)first / GROUP * rows, first, wide);
+    }
+
+  private:
+    Inputs moved(size_t groups, size_t n, int wide) const {
+        return {numbers + groups * GROUP, scales + groups, totals + groups, offsets + groups,
+                halves + 2 * groups,      exact + n,       wide,            rows};
     }
 };
 
 // Round 32 inputs of a token. Infinities and NaN make the scale NaN, so that they are seen in the end.
 HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
-    const Inputs at = to.from(token);
-    store(at.exact + group * GROUP, a);
-    store(at.exact + group * GROUP + LANES, b);
+    float* exact = to.exact + (size_t)token * to.width + group * GROUP;
+    store(exact, a);
+    store(exact + LANES, b);
     const float most = greatest(larger(magnitude(a), magnitude(b)));
     const float check = sum((a + b) * splat(0.0f));
     const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
@@ -38,15 +44,16 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
     const vi y = __builtin_convertvector(round_even(b * splat(inverse)), vi);
     typedef int8_t v16b __attribute__((vector_size(16)));
     const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
-    memcpy(at.numbers + group * GROUP, &p, 16);
-    memcpy(at.numbers + group * GROUP + 16, &q, 16);
+    const size_t at = (size_t)group * to.rows + token;
+    memcpy(to.numbers + at * GROUP, &p, 16);
+    memcpy(to.numbers + at * GROUP + 16, &q, 16);
     const int32_t first = sum(x), second = sum(y), total = first + second;
     const float scale = most / 127.0f + check;
-    at.scales[group] = scale;
-    at.totals[group] = scale * (float)total;
-    at.offsets[group] = -128 * total;
-    at.halves[2 * group] = -32 * first;
-    at.halves[2 * group + 1] = -32 * second;
+    to.scales[at] = scale;
+    to.totals[at] = scale * (float)total;
+    to.offsets[at] = -128 * total;
+    to.halves[2 * at] = -32 * first;
+    to.halves[2 * at + 1] = -32 * second;
 }
 
 // A group's scales for its 16 outputs, exactly (a half times a byte is a float).
@@ -96,13 +103,13 @@ HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const
 // that the registers hold the weights, unless there is but ONE token.
 template <int KIND, int W, bool ONE>
 HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
-    const size_t groups = in.width / GROUP;
     vf sums[W];
     for (int i = 0; i < W; i++) sums[i] = splat(0.0f);
     if (!ONE)
         for (int i = 0; i < W * tokens; i++) out[i] = splat(0.0f);
-    for (int b = 0, at = 0; b < blocks; b++)
-        for (int g = 0; g < block_groups(KIND); g++, at++) {
+    size_t at = 0;  // the group's place among the inputs
+    for (int b = 0; b < blocks; b++)
+        for (int g = 0; g < block_groups(KIND); g++, at += in.rows) {
             Block<W> numbers;
             Scales<KIND> own[W];
             for (int i = 0; i < W; i++) {
@@ -120,7 +127,7 @@ HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inp
 #pragma GCC unroll 1
             for (int t = 0; t < tokens; t++) {
                 for (int i = 0; i < W; i++) sums[i] = out[i * tokens + t];
-                add_group<KIND, W>(numbers, own, in, at + groups * t, sums);
+                add_group<KIND, W>(numbers, own, in, at + t, sums);
                 for (int i = 0; i < W; i++) out[i * tokens + t] = sums[i];
             }
         }
