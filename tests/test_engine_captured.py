@@ -31,7 +31,7 @@ from headstart.engine.overlap import OverlappedRounds
 from headstart.engine.programs import Shape
 from headstart.machine.runner import EagerRunner
 from headstart.maths.chance import CounterChance
-from headstart.maths.distribution import probabilities
+from headstart.maths.distribution import SERVED, probabilities
 from headstart.maths.noise import race
 from headstart.maths.tree import Topology
 from headstart.maths.verify import chain_rules
@@ -331,7 +331,8 @@ def test_a_machine_may_reject_and_draw_in_its_own_way(rows: int, monkeypatch: py
         for i in range(5)
     ]
     plain = run(engine(4, rows), params)
-    monkeypatch.setattr(programs, "vocab_ops_of", lambda device: VocabOps(rejected=rejected, drawn=drawn))
+    own = VocabOps(rejected=rejected, drawn=drawn, samples=SERVED)
+    monkeypatch.setattr(programs, "vocab_ops_of", lambda device: own)
     assert run(engine(4, rows), params) == plain
     assert asked["rejected"] > 10
     assert asked["drawn"] > 10

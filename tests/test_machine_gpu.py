@@ -387,3 +387,12 @@ def test_rotary_table_of_a_partial_head() -> None:
     assert bool((cos[:, 8:] == 1).all())
     assert not bool(sin[:, 8:].any())
     assert bool(sin[1:, 0].any())
+
+
+def test_a_part_that_the_kernels_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3")
+    monkeypatch.setattr(gpu, "available", lambda: None)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert gpu.reason_against(model) is None
+    monkeypatch.setattr(gpu, "parts_of", lambda _: frozenset({"norms its heads", "squares its gates"}), raising=False)
+    assert gpu.reason_against(model) == "it squares its gates, which the GPU kernels do not"

@@ -13,17 +13,21 @@ from test_engine_captured import engine as captured_engine
 from test_engine_captured import run, watch
 
 from headstart.drafters import draft_sampler, head_chains
-from headstart.engine import device_rows, judge
+from headstart.engine import device_rows, judge, programs
+from headstart.machine import gpu
 from headstart.machine.cpu import sampling
-from headstart.maths import distribution, warp
+from headstart.maths import distribution, noise, warp
 from headstart.maths.asks import ASKS, DRAWING, Served, asks_of
-from headstart.maths.vocab_ops import PLAIN
+from headstart.maths.vocab_ops import PLAIN, VocabOps
+from headstart.maths.warp import Warp
 from headstart.types import Request, SamplingParams, Verification
 
 BACKENDS: list[Served] = [
     distribution.SERVED,
     warp.UNTOUCHED,
     sampling.SERVED,
+    sampling.SAMPLES,
+    gpu.SAMPLES,
     draft_sampler.SERVED,
     head_chains.SERVED,
     *device_rows.PROGRAMS.values(),
@@ -114,24 +118,50 @@ def test_what_even_the_full_program_declines_is_played_step_by_step(
     assert played
 
 
-def test_the_faster_loops_are_passed_by_where_only_tensors_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets(*_: Any) -> Any:
-        raise AssertionError("it has never heard of top_k")
+def forgetful(samples: Served) -> VocabOps:
+    """Faster loops of a backend, which have never heard of top_k, in tensors."""
 
-    vocab_ops = replace(PLAIN, sampled=forgets, drawn=forgets)
+    def sampled(x: torch.Tensor, warp: Warp) -> torch.Tensor:
+        assert warp.top_k is None, "they have never heard of top_k"
+        shape = x.shape if x.dim() == 3 else (len(x), 1, -1)
+        p = distribution.probabilities(x.view(shape), replace(warp, asks=frozenset()))
+        return p.view(x.shape)
+
+    def drawn(x: torch.Tensor, warp: Warp, words: noise.Keys, into: torch.Tensor | None = None) -> Any:
+        q = sampled(x, warp)
+        return q, noise.race(q, words)
+
+    return replace(PLAIN, sampled=sampled, drawn=drawn, samples=samples)
+
+
+@pytest.mark.parametrize("samples", [gpu.SAMPLES, sampling.SAMPLES], ids=lambda samples: samples.by)
+def test_the_faster_loops_are_passed_by_where_they_decline(samples: Served) -> None:
+    less = forgetful(Served("less", samples.serves - {"top_k"}, samples.declines | {"top_k"}))
     logits, outputs = torch.randn(1, 1, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(1)
-    make = {"vocab_size": 9, "eos": [()], "device": "cpu"}
-    params = warp.Warp.of([SamplingParams(top_k=3)], **make)
-    with pytest.raises(AssertionError, match="top_k"):
-        distribution.probabilities(logits, params, outputs=outputs, vocab_ops=vocab_ops)
-    monkeypatch.setattr(warp, "TENSORS_ONLY", frozenset({"top_k"}))
-    params = warp.Warp.of([SamplingParams(top_k=3)], **make)
-    p = distribution.probabilities(logits, params, outputs=outputs, vocab_ops=vocab_ops)
-    assert int((p > 0).sum()) == 3
+    warp = Warp.of([SamplingParams(top_k=3)], vocab_size=9, eos=[()], device="cpu")
     words = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    _, q = draft_sampler.draw_tokens(logits[:, 0], params, words, vocab_ops=vocab_ops)
-    assert q is not None
-    assert torch.equal(q, p[:, 0])
+    for vocab_ops in (forgetful(samples), replace(less, samples=None), less):
+        work = {"outputs": outputs, "vocab_ops": vocab_ops}
+        if vocab_ops.samples is samples:
+            with pytest.raises(AssertionError, match="top_k"):
+                distribution.probabilities(logits, warp, **work)
+            with pytest.raises(AssertionError, match="top_k"):
+                draft_sampler.draw_tokens(logits[:, 0], warp, words, vocab_ops=vocab_ops)
+            continue
+        p = distribution.probabilities(logits, warp, **work)
+        assert int((p > 0).sum()) == 3
+        _, q = draft_sampler.draw_tokens(logits[:, 0], warp, words, vocab_ops=vocab_ops)
+        assert q is not None
+        assert torch.equal(q, p[:, 0])
+
+
+def test_a_request_that_asks_for_what_the_faster_loops_decline_goes_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured rounds, whose programs are made before anybody has asked for anything."""
+    params = [SamplingParams(temperature=0.8, top_k=3, seed=i, max_tokens=4, ignore_eos=True) for i in range(5)]
+    less = forgetful(Served("less", gpu.SAMPLES.serves - {"top_k"}, frozenset({"top_k"})))
+    expected = run(captured_engine(1, 5), params)
+    monkeypatch.setattr(programs, "vocab_ops_of", lambda device: less)
+    assert run(captured_engine(1, 5), params) == expected
 
 
 @pytest.mark.parametrize("draft", [True, False])

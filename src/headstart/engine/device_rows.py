@@ -122,14 +122,13 @@ class DeviceRows:
         if kind == "greedy":
             return plain
         sampled = replace(
-            plain, cold=True, temperature=self.real[0, :rows], top_p=self.real[1, :rows], min_p=self.real[2, :rows]
+            plain, asks=PROGRAMS[kind].serves, cold=True, temperature=self.real[0, :rows], top_p=self.real[1, :rows], min_p=self.real[2, :rows]
         )
         if kind != "full":
             return sampled
         ids = self._ids.expand(rows, -1)
         return replace(
             sampled,
-            asks=PROGRAMS["full"].serves,
             greedy=self.greedy[:rows],
             any_greedy=True,
             top_k=self.top_k[:rows],

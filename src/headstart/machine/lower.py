@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from .quantize import GROUP, Matrix, rounded
 
-__all__ = ["CLASSES", "Layer", "Weights", "head_dim_of", "lower", "parts_of", "why_not", "window_of"]
+__all__ = ["CLASSES", "TRITON_PARTS", "Layer", "Weights", "head_dim_of", "lower", "parts_of", "why_not", "window_of"]
 
 # What a rotary table may depend on: the position only. "dynamic" and "longrope" also look at the longest position.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 CLASSES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"}
 )
+# What the Triton kernels do of ``parts_of``. Other kernels have lists of their own.
+TRITON_PARTS = frozenset({"norms its heads", "has sliding windows", "turns some channels only"})
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

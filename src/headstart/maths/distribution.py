@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
+from .asks import DRAWING, NOT_DRAWING, TENSORS_ONLY, Served
 from .limits import CPU_CACHE
 from .tree import Topology
 from .vocab_ops import PLAIN, VocabOps
@@ -29,7 +29,7 @@ from .warp import History, Warp
 
 __all__ = ["SERVED", "History", "Nodes", "Warp", "argmaxes", "probabilities", "processed"]
 
-SERVED = Served("tensors", DRAWING | PROCESSING | RULES | {"logprobs"} | TENSORS_ONLY)
+SERVED = Served("tensors", DRAWING | NOT_DRAWING | TENSORS_ONLY)
 
 _PARTIAL = 512  # a nucleus is seldom larger, and finding the 512 largest costs half of a full sort
 
@@ -197,7 +197,7 @@ def probabilities(logits: Tensor, warp: Warp, *, vocab_ops: VocabOps = PLAIN, **
         best = vocab_ops.argmax(x).unsqueeze(-1)
         peak = x.gather(-1, best)
         return torch.zeros_like(x).scatter_(-1, best, peak - peak + 1)  # NaN where the peak is not finite
-    if vocab_ops.sampled is not None and not warp.tensors_only:
+    if vocab_ops.sampled is not None and vocab_ops.takes(warp):
         p = vocab_ops.sampled(x, warp)
     elif warp.temperature is None and warp.min_p is None and warp.top_k is None and warp.top_p is None:
         p = torch.softmax(x, -1)

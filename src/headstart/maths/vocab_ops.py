@@ -76,6 +76,7 @@ class VocabOps:
     sampled: Callable[[Tensor, Warp], Tensor] | None = None
     #: the same of logits [R, V], and a token of each by ``race``; None: one after the other
     drawn: RowDraw | None = None
+    samples: Served | None = None  # what those two serve, and what is done around them; None: nothing
     #: the rejection rules on chains whose rows all are rejection sampled; None: ``verify``'s own
     rejected: ChainReject | None = None
     #: These two take one chain's logits [N+1, V] float32, where tensors of a few numbers each take too long. Both or
@@ -85,6 +86,10 @@ class VocabOps:
     #: bias, min_tokens and penalties: ``distribution.processed`` for a row; a new tensor
     processed: Callable[[Tensor, DraftedChain], Tensor] | None = None
     judges: Served | None = None  # what those two serve
+
+    def takes(self, warp: Warp) -> bool:
+        """Do ``sampled`` and ``drawn`` serve all that the rows ask for?"""
+        return self.samples is not None and self.samples.takes([warp.asks])
 
 
 PLAIN = VocabOps()

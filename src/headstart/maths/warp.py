@@ -95,11 +95,6 @@ class Warp:
         return not self.asks.isdisjoint(PENALTIES)
 
     @property
-    def tensors_only(self) -> bool:
-        """Some row asks for what only ``distribution`` itself serves, and no faster loop."""
-        return not self.asks.isdisjoint(TENSORS_ONLY)
-
-    @property
     def untouched(self) -> bool:
         """Every row is greedy, and none asks for anything that could change which logit is the largest."""
         return UNTOUCHED.takes([self.asks])

@@ -1,7 +1,8 @@
 """Llama-shaped models lowered to fused kernels.
 
-Knows: whether this machine can run the kernels. Importing this folder needs neither a GPU nor Triton; ``kernels`` and
-what uses them do, and are imported where a model is opened.
+Knows: whether this machine can run the kernels, and what they do of a model and of sampling.
+Importing this folder needs neither a GPU nor Triton; ``kernels`` and what uses them do, and are imported where a model
+is opened.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...maths.asks import NOT_DRAWING, TENSORS_ONLY, Served
 from ...maths.vocab_ops import PLAIN, VocabOps
-from ..lower import why_not
+from ..lower import TRITON_PARTS, parts_of
+from ..lower import why_not as why_not_lowered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
     from .runner import FusedRunner
 
 __all__ = ["available", "fuse", "open_runner", "reason_against", "vocab_ops_of", "why_not"]
+
+#: what ``kernels.sampling`` reads of a ``Warp``; the rest is done before it, or after
+_READ = frozenset({"temperature", "top_p", "top_k", "min_p"})
+SAMPLES = Served("Triton sampling", _READ | NOT_DRAWING, TENSORS_ONLY - NOT_DRAWING)
 
 
 def available() -> str | None:
@@ -63,8 +70,16 @@ def vocab_ops_of(device: torch.device) -> VocabOps:
     return INNER
 
 
+def why_not(model: PreTrainedModel, quantization: str | None = None) -> str | None:
+    """None if the kernels do all that the model does, with its weights rounded if so wished; else why not."""
+    reason = why_not_lowered(model, quantization)
+    if reason is None and (missing := parts_of(model) - TRITON_PARTS):
+        return f"it {' and '.join(sorted(missing))}, which the GPU kernels do not"
+    return reason
+
+
 def reason_against(model: PreTrainedModel, quantization: str | None = None) -> str | None:
-    """None if fused kernels can run the model where it is, with its weights rounded if so wished; else why not."""
+    """``why_not``, for the model where it is."""
     reason = available() if model.device.type == "cuda" else "the model is not on a GPU"
     return reason or why_not(model, quantization)
 

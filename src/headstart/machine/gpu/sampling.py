@@ -11,6 +11,7 @@ from torch import Tensor
 from ...maths import noise
 from ...maths.vocab_ops import VocabOps
 from ...maths.warp import Warp
+from . import SAMPLES
 from .kernels import sampling
 from .kernels.keys import keys
 from .kernels.reject import rejected
@@ -51,4 +52,13 @@ def _drawn(x: Tensor, warp: Warp, words: noise.Keys, into: Tensor | None = None)
     return p, tokens
 
 
-INNER = VocabOps(argmax=_argmax, peaks=_peaks, race=_race, keys=keys, sampled=_sampled, drawn=_drawn, rejected=rejected)
+INNER = VocabOps(
+    argmax=_argmax,
+    peaks=_peaks,
+    race=_race,
+    keys=keys,
+    sampled=_sampled,
+    drawn=_drawn,
+    samples=SAMPLES,
+    rejected=rejected,
+)
