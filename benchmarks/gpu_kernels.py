@@ -25,6 +25,7 @@ from headstart.machine.gpu.kernels import matmul as km
 from headstart.machine.gpu.kernels import sampling as ks
 from headstart.machine.gpu.kernels.attention import attend
 from headstart.machine.gpu.kernels.heads import Heads
+from headstart.machine.gpu.step import Step
 from headstart.machine.gpu.tiles import AttentionTile, Tile, tile
 from headstart.machine.quantize import Matrix
 from headstart.maths import noise as draws
@@ -116,7 +117,7 @@ class Chain:
         for w in self.weights:
             if self.kind == "qkv":
                 query = self.out.view(-1)[: self.rows * s.heads * s.head_dim].view(self.rows, s.heads, s.head_dim)
-                to = Heads(query, self.cache, (*self.rotary, s.head_dim // 2), self.lengths, None, 1)
+                to = Heads(query, self.cache, (*self.rotary, s.head_dim // 2), Step(self.rows, 1, self.lengths))
                 km.matmul_rotary(self.x, w, to, t, bias=None, squares=squares, eps=EPS, pdl=pdl)
             elif self.kind == "gate_up":
                 km.matmul_swiglu(self.x, w, self.out, t, squares=squares, eps=EPS, pdl=pdl)
@@ -255,10 +256,9 @@ class Attention:
         part = torch.empty(self.query.shape[0], s.heads, splits, s.head_dim, device="cuda")
         stats = torch.empty(self.query.shape[0], s.heads, splits, 2, device="cuda")
         for cache in self.caches:
-            attend(
-                self.query, cache, self.out, self.lengths, None, width=self.width, window=None,
-                scale=s.head_dim**-0.5, t=t, bound=self.bound, work=(part, stats) if splits > 1 else None, pdl=2,
-            )  # fmt: skip
+            work = (part, stats) if splits > 1 else None
+            step = Step(len(self.lengths), self.width, self.lengths, bound=self.bound, work=work)
+            attend(self.query, cache, self.out, step, window=None, t=t, pdl=2)
 
 
 ATTENTION_CASES = [

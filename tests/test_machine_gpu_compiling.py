@@ -39,15 +39,14 @@ def make(job):
     time.sleep(float(job[0]))
     note("end", job[1])
 
-lines = compiling._Lines(0)
-note("head", lines.one().strip())
+note("head", "")
 
 def name(job):
     if job[1] == "no name":
         raise AttributeError(job[1])
     note("name", job[1])
 
-compiling._work(lines, {workers}, name, make)
+compiling._work(compiling._Lines(0), {workers}, name, make)
 note("done", "")
 """
 
@@ -57,7 +56,6 @@ class Helper:
         self._log, here = folder / "log.jsonl", Path(compiling.__file__).parent
         code = DRIVER.format(folder=str(here), log=str(self._log), workers=workers, before=before)
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-        self.say("a head\n")
 
     def say(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -95,7 +93,6 @@ def test_jobs_are_made_before_all_are_known(tmp_path: Path) -> None:
         helper.until("end", name)  # while the input is still open
     helper.send("c")
     notes = helper.finish()
-    assert names(notes, "head") == ["a head"]
     assert names(notes, "name") == ["a", "b", "c"]
     assert sorted(names(notes, "end")) == ["a", "b", "c"]
     assert notes[-1][2] == "done"

@@ -144,7 +144,8 @@ def test_keys_and_hidden_states_are_those_of_rows_read_one_by_one(name: str) -> 
 
 def attended(pieces: list[tuple[int, int, list[int]]], group: int, window: int | None) -> list[torch.Tensor]:
     """The attention of random queries over a random cache, piece by piece. A piece's queries follow from its tokens."""
-    from headstart.machine.gpu.kernels.attention import attend_tiles
+    from headstart.machine.gpu.kernels.attention import attend
+    from headstart.machine.gpu.step import Step
     from headstart.machine.gpu.tiles import attention_tile
 
     heads, kv, d = 2 * group, 2, 32
@@ -154,7 +155,8 @@ def attended(pieces: list[tuple[int, int, list[int]]], group: int, window: int |
     table = torch.randn(211, heads, d, generator=generator).to(DEVICE)
     packed = pack(pieces, t.packed(group)[1], torch.device(DEVICE))
     out = torch.full((len(packed.tokens), heads, d), 7.0, device=DEVICE)
-    attend_tiles(table[packed.tokens], (cache[0], cache[1]), out, packed.tiles, window=window, scale=0.2, t=t, pdl=0)
+    step = Step(len(pieces), 0, packed.places, packed=packed)
+    attend(table[packed.tokens], (cache[0], cache[1]), out, step, window=window, t=t, pdl=0)
     return list(out.split([len(tokens) for _, _, tokens in pieces]))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..lower import Layer, Weights
 from .compile.launching import Repeats, supports_overlap
 from .cut import cut
-from .kernels.attention import attend, attend_tiles
+from .kernels.attention import attend
 from .kernels.draft import attend_alone, join_residual
 from .kernels.heads import Heads
 from .kernels.matmul import Residual, matmul, matmul_residual, matmul_rotary, matmul_swiglu, skinny_rows
@@ -217,15 +217,13 @@ class FusedModel:
     ) -> None:
         """One layer, launches only (see ``Repeats``). ``gain``: the next norm's; ``squares``: of the layer's input."""
         w, pdl, tiles = self.weights, self.overlap, self._tiles_for(step.count)
-        heads = self._heads(at.query, cache, step)
-        self._queries(at.scaled, squares, layer, heads)
+        self._queries(at.scaled, squares, layer, Heads(at.query, cache, self.rotary, step))
         after = Residual(at.x, layer.post_norm, at.scaled, at.after_o)
         if at.alone is not None and layer.window is None:
-            attend_alone(at.query, cache, at.alone, step.lengths, scale=w.head_dim**-0.5, chunk=ALONE_CHUNK, pdl=pdl)
-            chunk = ALONE_CHUNK
-            join_residual(at.alone, step.lengths, layer.o, after, tiles["o"], bias=layer.o_bias, chunk=chunk, pdl=pdl)
+            attend_alone(at.query, cache, at.alone, step.lengths, pdl=pdl)
+            join_residual(at.alone, step.lengths, layer.o, after, tiles["o"], bias=layer.o_bias, pdl=pdl)
         else:
-            self._attend(heads, at.attended, layer, step, pdl)
+            attend(at.query, cache, at.attended, step, window=layer.window, t=self.attention, pdl=pdl)
             attended = at.attended.view(step.count, -1)
             matmul_residual(attended, layer.o, after, tiles["o"], bias=layer.o_bias, pdl=pdl)
         matmul_swiglu(at.scaled, layer.gate_up, at.hidden, tiles["gate_up"], squares=at.after_o, eps=w.eps, pdl=pdl)
@@ -234,12 +232,12 @@ class FusedModel:
 
     def _queries(self, scaled: Tensor, squares: Tensor, layer: Layer, to: Heads) -> None:
         w, t, pdl = self.weights, self._tiles_for(len(scaled))["qkv"], self.overlap
-        if layer.q_norm is None or layer.k_norm is None:
+        if not layer.head_norms:
             matmul_rotary(scaled, layer.qkv, to, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=pdl)
             return
         qkv = self._new(len(scaled), layer.qkv.shape[0])
         matmul(scaled, layer.qkv, qkv, t, bias=layer.qkv_bias, squares=squares, eps=w.eps, pdl=pdl)
-        self._rotate(qkv, layer, to, pdl)
+        rotate(qkv, layer.head_norms, to, eps=w.eps, pdl=pdl)
 
     # -- more tokens ------------------------------------------------------------------------------------------
 
@@ -257,8 +255,9 @@ class FusedModel:
             first = partial(norm, x, add if i else None, layer.input_norm, normed, eps=w.eps, pdl=pdl)
             repeats.do(("norm", i > 0), first, (layer.input_norm,))
             linear(normed, layer.qkv, qkv, layer.qkv_bias)
-            heads = partial(self._turn_and_attend, qkv, self._heads(query, cache, step), attended, layer, step, pdl)
-            repeats.do(layer.kind, heads, (*cache, *layer.head_norms))
+            heads = Heads(query, cache, self.rotary, step)
+            turned = partial(self._turn_and_attend, qkv, heads, attended, layer, pdl)
+            repeats.do(layer.kind, turned, (*cache, *layer.head_norms))
             linear(flat, layer.o, add, layer.o_bias)
             second = partial(norm, x, add, layer.post_norm, normed, eps=w.eps, pdl=pdl)
             repeats.do(("norm", True), second, (layer.post_norm,))
@@ -269,45 +268,31 @@ class FusedModel:
                 self._remember(i, x + add, step)
         return self._last_logits(x.add_(add), step, keep)
 
-    def _turn_and_attend(self, qkv: Tensor, heads: Heads, out: Tensor, layer: Layer, step: Step, pdl: int) -> None:
+    def _turn_and_attend(self, qkv: Tensor, heads: Heads, out: Tensor, layer: Layer, pdl: int) -> None:
         """From one product to the next, launches only (see ``Repeats``)."""
-        self._rotate(qkv, layer, heads, pdl)
-        self._attend(heads, out, layer, step, self.overlap)  # the kernel that decoding has
+        rotate(qkv, layer.head_norms, heads, eps=self.weights.eps, pdl=pdl)
+        # The kernel that decoding has.
+        attend(heads.query, heads.cache, out, heads.step, window=layer.window, t=self.attention, pdl=self.overlap)
 
     def _remember(self, index: int, x: Tensor, step: Step) -> None:
         """Store the layer's output x [R * N, H] where a head reads it, if one does."""
         for layer, channel in self.kept:
             if layer == index:
                 assert self._features is not None
-                remember(x, self._features[step.places], step.lengths, width=step.width, offset=channel)
+                remember(x, self._features[step.places], step, offset=channel)
 
     # -- shared parts -----------------------------------------------------------------------------------------
-
-    def _heads(self, query: Tensor, cache: tuple[Tensor, Tensor], step: Step) -> Heads:
-        depths = None if step.tree is None else step.tree.depths
-        return Heads(query, cache, self.rotary, step.lengths, depths, step.width)
-
-    def _rotate(self, qkv: Tensor, layer: Layer, to: Heads, pdl: int) -> None:
-        gains = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        rotate(qkv, gains, to, eps=self.weights.eps, pdl=pdl)
-
-    def _attend(self, of: Heads, out: Tensor, layer: Layer, step: Step, pdl: int) -> None:
-        window, scale, t = layer.window, self.weights.head_dim**-0.5, self.attention
-        if step.packed is not None:
-            attend_tiles(of.query, of.cache, out, step.packed.tiles, window=window, scale=scale, t=t, pdl=pdl)
-            return
-        attend(
-            of.query, of.cache, out, of.lengths, step.tree, width=of.width, window=window, scale=scale, t=t,
-            bound=step.bound, work=step.work, pdl=pdl,
-        )  # fmt: skip
 
     def _last_logits(self, x: Tensor, step: Step, keep: int) -> Tensor:
         """Logits of the last ``keep`` tokens of each row from the residual stream x [R * N, H]."""
         w = self.weights
         if keep == 0:
             return self._no_logits(step)
-        if step.packed is not None and skinny_rows(step.rows):
-            return self._packed_logits(x, step.packed.last)
+        if step.packed is not None and skinny_rows(step.rows):  # by decoding's own kernels
+            own, scaled = self._new(step.rows, w.hidden), self._new(step.rows, w.hidden)
+            squares = self._new(step.rows, self._parts("down", step.rows), dtype=torch.float32)
+            embed(step.packed.last, x, w.norm, own, scaled, squares, pdl=self.overlap)
+            return self._head(scaled, squares, step.rows, 1)
         x = step.last(x, keep)
         normed = torch.empty_like(x)
         norm(x, None, w.norm, normed, eps=w.eps, pdl=min(self.overlap, 1))
@@ -315,14 +300,6 @@ class FusedModel:
 
     def _no_logits(self, step: Step) -> Tensor:
         return self._new(step.rows, 0, self.weights.vocab_size, dtype=torch.float32)
-
-    def _packed_logits(self, x: Tensor, last: Tensor) -> Tensor:
-        """Logits [P, 1, V] of tokens ``last`` [P] of x [T, H], by decoding's own kernels."""
-        w, count = self.weights, len(last)
-        own, scaled = self._new(count, w.hidden), self._new(count, w.hidden)
-        squares = self._new(count, self._parts("down", count), dtype=torch.float32)
-        embed(last, x, w.norm, own, scaled, squares, pdl=self.overlap)
-        return self._head(scaled, squares, count, 1)
 
     def _head(self, x: Tensor, squares: Tensor | None, rows: int, keep: int) -> Tensor:
         w = self.weights
@@ -345,13 +322,11 @@ class FusedModel:
 
     def _alone_buffers(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Where a draft's attention for a single token is made, or None if it is made as any other."""
-        w, splits = self.weights, -(-step.bound // ALONE_CHUNK)
+        splits = -(-step.bound // ALONE_CHUNK)
         if not (self._draft and step.count == 1 and splits <= ALONE_SPLITS and self._tiles[True]["o"].slices == 0):
             return None
-        return (
-            self._new(w.heads, splits, w.head_dim, dtype=torch.float32),
-            self._new(w.heads, splits, 2, dtype=torch.float32),
-        )
+        part, stats = self._split_buffers(1, splits)
+        return part[0], stats[0]
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, device=self.weights.device, dtype=dtype or self.weights.dtype)

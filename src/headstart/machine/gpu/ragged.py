@@ -20,7 +20,9 @@ class Packed(NamedTuple):
 
     tokens: Tensor  # [T]
     places: Tensor  # [T, 2]: each token's row and slot
-    tiles: Tensor  # [n, 4]: see ``kernels.attention.attend_tiles``
+    tiles: (
+        Tensor  # [n, 4]: a row, the slot of a token there, that token's number, and how many of the row follow from it
+    )
     last: Tensor  # [P]: the number of each piece's last token
 
 

@@ -1,15 +1,14 @@
 """A process that compiles kernels into Triton's cache on disk, several at a time.
 
-    python compiling.py
+    python compiling.py HEAD
 
 Knows: how to build a kernel for a GPU that it never touches. Does not know: what is done with it, or the rest of this
 package: it stands on the kernels' modules alone, because importing everything takes longer than compiling.
 
-Its first line of input says for which GPU, which modules hold the kernels, how many workers there are and where they
-leave notes for each other; the modules are imported at once. Each further line is one job: (module, function, what
-Triton calls its specialization data). Jobs are begun as they come, each in a process forked for it. A last line says
-null (the end of the input alone may come late: whoever forks at the wrong moment has the pipe too). When all are done,
-so is this.
+HEAD says for which GPU, which modules hold the kernels, how many workers there are and where they leave notes for each
+other; the modules are imported at once. Each line of input is one job: (module, function, what Triton calls its
+specialization data). Jobs are begun as they come, each in a process forked for it. A last line says null (the end of
+the input alone may come late: whoever forks at the wrong moment has the pipe too). When all are done, so is this.
 """
 
 from __future__ import annotations
@@ -108,13 +107,6 @@ class _Lines:
             lines.pop()
         return [line.decode() for line in lines]
 
-    def one(self) -> str:
-        """The next one, which must not have been read with others yet."""
-        line = b""
-        while not line.endswith(b"\n"):
-            line += os.read(self._file, 1) or b"\n"
-        return line.decode()
-
 
 def _work(lines: _Lines, workers: int, name: Callable[[Job], None], make: Callable[[Job], None]) -> None:
     """``name`` all jobs as they come, and ``make`` each as soon as a worker is free, those that take long first."""
@@ -150,8 +142,7 @@ def _work(lines: _Lines, workers: int, name: Callable[[Job], None], make: Callab
 
 
 def main() -> None:
-    lines = _Lines(sys.stdin.fileno())
-    head = json.loads(lines.one())
+    head = json.loads(sys.argv[1])
     _bare_packages(head["package"])
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -160,7 +151,7 @@ def main() -> None:
     for module in head["modules"]:
         importlib.import_module(module)
     taken = Path(head["notes"])
-    _work(lines, head["workers"], _name, lambda job: _compile(job, taken))
+    _work(_Lines(sys.stdin.fileno()), head["workers"], _name, lambda job: _compile(job, taken))
 
 
 if __name__ == "__main__":

@@ -69,13 +69,11 @@ def binary(name: str, text: str, architecture: str) -> bytes:
     options = [f"-arch={architecture}", "-std=c++17", "-use_fast_math"]
     known = hashlib.sha256(repr((text, options, list(version))).encode()).hexdigest()
     kept = f"{name}-{known[:20]}.cubin"
-    found = _kept(kept)
-    if found is not None:
+    if found := _kept(kept):
         return found
     place = next(guarded_folders("kernels", make=True, elsewhere=True), None)
     with locked(place / kept) if place is not None else nullcontext():
-        found = _kept(kept)  # by another who was at it
-        return found if found is not None else _made(kept, text, f"{name}.cu", options)
+        return _kept(kept) or _made(kept, text, f"{name}.cu", options)  # perhaps another was at it
 
 
 def _kept(name: str) -> bytes | None:

@@ -34,6 +34,7 @@ __all__ = ["expected", "rehearsal", "rehearsing"]
 log = logging.getLogger(__name__)
 
 _MOST = 32  # processes
+_FORKS = hasattr(os, "fork")  # what compiles needs that
 _PACKAGE = __name__.rsplit(".", 2)[0]  # machine.gpu
 
 
@@ -85,8 +86,9 @@ def expected() -> Iterator[None]:
 
 
 def _prepare() -> None:
+    """Start what compiles, unless something was compiled here before: then all of it may be there."""
     global _waiting
-    if _waiting is None and not _begun(_folder()):
+    if _waiting is None and _FORKS and not any(_folder().glob("headstart-*")):
         _waiting = _Helper()
 
 
@@ -94,11 +96,6 @@ def _folder() -> Path:
     from triton import knobs
 
     return Path(knobs.cache.dir)
-
-
-def _begun(folder: Path) -> bool:
-    """Was anything compiled here before? Then all of it may be there."""
-    return any(folder.glob("headstart-*"))
 
 
 def rehearsing() -> bool:
@@ -157,11 +154,12 @@ def _compile(jobs: list[_Job], folder: Path, helper: _Helper | None) -> None:
     known = hashlib.sha256("".join(sorted(names)).encode()).hexdigest()
     mark = folder / f"headstart-{known[:32]}"  # all these are in the cache
     if jobs and not mark.exists():
-        if helper is None:
+        if helper is None and _FORKS:
             helper = _Helper()
             for job in jobs:
                 helper.send(job)
-        helper.finish()
+        if helper is not None:
+            helper.finish()
     elif helper is not None:
         helper.give_up()
     with ThreadPoolExecutor(8) as threads, AsyncCompileMode(threads):
@@ -179,51 +177,44 @@ class _Helper:
 
         target = driver.active.get_current_target()
         kernels = sorted(Path(__file__).parents[1].glob("kernels/[!_]*.py"))
+        self._notes = tempfile.TemporaryDirectory()
         head = {
             "package": _PACKAGE,
             "target": [target.backend, target.arch, target.warp_size],
             "modules": [f"{_PACKAGE}.kernels.{path.stem}" for path in kernels],
             "workers": min(os.cpu_count() or 1, _MOST),
+            "notes": self._notes.name,
         }
-        program = [sys.executable, "-P", str(Path(__file__).with_name("compiling.py"))]
-        self._process: subprocess.Popen[str] | None = None
-        if hasattr(os, "fork"):
-            self._notes = tempfile.TemporaryDirectory()
-            head["notes"] = self._notes.name
-            self._process = subprocess.Popen(
-                program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8", start_new_session=True
-            )
-            assert self._process.stdin is not None
-            if sys.platform == "linux":
-                with suppress(ImportError, OSError):  # room for all jobs: nobody waits for it to read them
-                    import fcntl
+        program = [sys.executable, "-P", str(Path(__file__).with_name("compiling.py")), json.dumps(head)]
+        self._process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8", start_new_session=True
+        )
+        assert self._process.stdin is not None
+        if sys.platform == "linux":
+            with suppress(ImportError, OSError):  # room for all jobs: nobody waits for it to read them
+                import fcntl
 
-                    fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
-            self._say(head)
+                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
 
     def send(self, job: _Job) -> None:
         """Begin to compile this."""
-        if self._process is not None:
-            self._say((job.function.fn.__module__, job.function.__name__, job.data))
+        self._say((job.function.fn.__module__, job.function.__name__, job.data))
 
     def finish(self) -> None:
         """Wait until all is compiled."""
-        if self._process is None:
-            return
         self._say(None)
         self._process.communicate()
         self._notes.cleanup()
 
     def give_up(self) -> None:
         """Nothing is to be compiled."""
-        if self._process is not None and sys.platform != "win32":  # where there is no fork, there is no process
+        if sys.platform != "win32":  # there is no fork, and no helper
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # its workers too
-            self._process.communicate()
-            self._notes.cleanup()
+        self._process.communicate()
+        self._notes.cleanup()
 
     def _say(self, line: Any) -> None:
-        assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died: the kernels are compiled here
             self._process.stdin.write(json.dumps(line) + "\n")

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Attention of a few (or many) new tokens per row over the slab's live keys.
 
 Knows: lengths on the device, grouped heads, ragged rows, sliding windows, and trees as ancestor bits.
@@ -18,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile.launching import launch, overlap
+from ..step import Step
 from ..tiles import AttentionTile, pieces, power_of_two
 from .blocks import done, wait
 
-__all__ = ["LOG2E", "attend", "attend_tiles", "new_key", "old_keys"]
+__all__ = ["LOG2E", "attend", "new_key", "old_keys"]
 
 LOG2E = 1.4426950408889634
 
@@ -300,37 +299,42 @@ def attend(
     query: Tensor,
     cache: tuple[Tensor, Tensor],
     out: Tensor,
-    lengths: Tensor,
-    tree: tuple[Tensor, Tensor] | None,
+    step: Step,
     *,
-    width: int,
     window: int | None,
-    scale: float,
     t: AttentionTile,
-    bound: int,
-    work: tuple[Tensor, Tensor] | None,
     pdl: int,
 ) -> None:
-    """out [R * width, heads, D] = attention of ``query`` (same shape) over each row's keys up to its own.
+    """out [tokens, heads, D] = attention of ``query`` (same shape) over each row's keys up to its own.
 
-    ``cache``: keys and values [R, kv_heads, capacity, D]; the new tokens' keys stand at slots lengths[r] + index.
-    ``tree``: (ancestor bits int64 [R, width], depths [R, width]). ``bound``: no row has more than this many keys,
-    the new ones included. ``work``: part and stats buffers where bound > t.chunk (see the kernel).
+    ``cache``: keys and values [R, kv_heads, capacity, D] of the step's rows; the new tokens' keys stand there already.
+    The step's ``work``: part and stats buffers where its bound is above t.chunk (see the kernel).
     """
     keys, values = cache
     tokens, heads, d = query.shape
-    rows, kv, capacity = keys.shape[0], keys.shape[1], keys.shape[2]
-    assert tokens == rows * width
+    rows, kv, capacity = keys.shape[:3]
     group = heads // kv
-    splits = pieces(bound, t.chunk) if work is not None else 1
     common = {"HEADS": heads, "D": d, "DP": power_of_two(d), "WINDOW": window is not None} | overlap(pdl)
-    part, stats = work if work is not None else (out, out)
+    scale = d**-0.5 * LOG2E
+    if step.packed is not None:  # of any rows, as many of each as there may be
+        tiles = step.packed.tiles
+        launch(
+            _attend_kernel, (1, len(tiles) * kv),
+            query, keys, values, out, out, out, tiles, tiles, tiles, 0, capacity, 1, window or 0, scale,
+            KV=kv, BQ=t.packed(group)[0], BK=t.keys, CHUNK=1 << 30, SPLIT=False, TREE=False, RAGGED=True,
+            num_warps=t.warps, num_stages=t.deep, **common,
+        )  # fmt: skip
+        return
+    assert tokens == rows * step.width
+    splits = pieces(step.bound, t.chunk) if step.work is not None else 1
+    part, stats = step.work if step.work is not None else (out, out)
     cut = {"KV": kv, "BK": t.keys, "CHUNK": t.chunk if splits > 1 else 1 << 30, "SPLIT": splits > 1}
     cut |= {"num_warps": t.warps, "num_stages": t.stages_for(rows, splits)}
+    lengths, width, tree = step.lengths, step.width, step.tree
     if t.one and width == 1:
         launch(
             _attend_one_kernel, (splits, rows * kv),
-            query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale * LOG2E,
+            query, keys, values, out, part, stats, lengths, capacity, splits, window or 0, scale,
             BQ=max(16, power_of_two(group)), **cut | {"BK": t.one}, **common,
         )  # fmt: skip
     else:
@@ -339,8 +343,8 @@ def attend(
         tile = t.queries if tokens <= 32 else min(max(t.queries, power_of_two(group * width)), t.most)
         launch(
             _attend_kernel, (splits, rows * kv, pieces(group * width, tile)),
-            query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0,
-            scale * LOG2E, BQ=tile, TREE=tree is not None, RAGGED=False, **cut, **common,
+            query, keys, values, out, part, stats, lengths, bits, depths, width, capacity, splits, window or 0, scale,
+            BQ=tile, TREE=tree is not None, RAGGED=False, **cut, **common,
         )  # fmt: skip
     if splits > 1:
         launch(
@@ -348,29 +352,3 @@ def attend(
             out, part, stats, lengths, width, splits, window or 0, CHUNK=t.chunk, GROUP=16, TREE=tree is not None,
             num_warps=4, **common,
         )  # fmt: skip
-
-
-def attend_tiles(
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    out: Tensor,
-    tiles: Tensor,
-    *,
-    window: int | None,
-    scale: float,
-    t: AttentionTile,
-    pdl: int,
-) -> None:
-    """The same for tokens of any rows, as many of each as there may be; a token's sums are the same in any company.
-
-    ``tiles`` [n, 4] int64: a row, the slot of a token there, that token's number in ``query``, and how many tokens of
-    the row stand there from it on, at most as many as ``t.packed`` says. ``cache``: all rows.
-    """
-    keys, values = cache
-    (heads, d), (kv, capacity) = query.shape[1:], keys.shape[1:3]
-    launch(
-        _attend_kernel, (1, len(tiles) * kv),
-        query, keys, values, out, out, out, tiles, tiles, tiles, 0, capacity, 1, window or 0, scale * LOG2E,
-        HEADS=heads, KV=kv, D=d, DP=power_of_two(d), BQ=t.packed(heads // kv)[0], BK=t.keys, CHUNK=1 << 30, SPLIT=False,
-        TREE=False, RAGGED=True, WINDOW=window is not None, num_warps=t.warps, num_stages=t.deep, **overlap(pdl),
-    )  # fmt: skip

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Building blocks of the skinny products: what every kernel of ``kernels.matmul`` and ``kernels.stream`` does alike.
 
 Knows: how a tile of weights (floats, or rounded to 8 or 4 bits: see ``quantize``) is streamed and multiplied, what may

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """The end of a round in one launch: what was accepted, what the host is told, and the table brought up to date.
 
 Knows: chains, each row's limit, and where a round's outcome goes. Does not know: how the target's tokens or a

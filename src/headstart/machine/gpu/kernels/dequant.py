@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Rounded matrices spelt out as floats, for products that are not ours (prefill).
 
 Knows: how rounded weights lie in memory (``quantize``). Does not know: what they are multiplied with.

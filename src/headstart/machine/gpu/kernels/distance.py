@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """How far draft logits are from a target's log-probabilities, row by row, without writing anything in between.
 
 Knows: log-probabilities of some words, the sums a distillation loss is made of, and its slope.

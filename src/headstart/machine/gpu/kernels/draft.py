@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """A small draft's attention for a single token: many tiny programs, joined inside the output projection.
 
 Knows: one row, one new token, and that latency is all there is to win. Does not know: windows, trees, batches, and
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from ...quantize import Matrix
 from ..compile.launching import launch, overlap
-from ..tiles import Tile, pieces, power_of_two
+from ..tiles import ALONE_CHUNK, Tile, pieces, power_of_two
 from .attention import LOG2E, new_key, old_keys
 from .blocks import done, load_groups, unpack, wait, widen
 from .matmul import Residual, stored
@@ -139,34 +137,26 @@ def _join_kernel(
 
 
 def attend_alone(
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    work: tuple[Tensor, Tensor],
-    lengths: Tensor,
-    *,
-    scale: float,
-    chunk: int,
-    pdl: int,
+    query: Tensor, cache: tuple[Tensor, Tensor], work: tuple[Tensor, Tensor], lengths: Tensor, *, pdl: int
 ) -> None:
     """Attention of query [1, heads, D] over the row's keys, its own last, to ``work``.
 
     ``cache``: keys and values [1, kv_heads, capacity, D]; ``work``: part [heads, splits, D] and stats [heads, splits,
-    2], float32, one split a chunk of keys.
+    2], float32, one split for ALONE_CHUNK keys.
     """
     keys, values = cache
     _, kv, capacity, d = keys.shape
     heads, splits = work[0].shape[:2]
     launch(
         _alone_kernel, (splits, heads),
-        query, keys, values, *work, lengths, capacity, scale * LOG2E, HEADS=heads, KV=kv, D=d, DP=power_of_two(d),
-        BK=chunk, SPLITS=splits, num_warps=1, **overlap(pdl),
+        query, keys, values, *work, lengths, capacity, d**-0.5 * LOG2E, HEADS=heads, KV=kv, D=d, DP=power_of_two(d),
+        BK=ALONE_CHUNK, SPLITS=splits, num_warps=1, **overlap(pdl),
     )  # fmt: skip
 
 
 def join_residual(
-    work: tuple[Tensor, Tensor], lengths: Tensor, w: Matrix, to: Residual, t: Tile, *, bias: Tensor | None, chunk: int,
-    pdl: int,
-) -> None:  # fmt: skip
+    work: tuple[Tensor, Tensor], lengths: Tensor, w: Matrix, to: Residual, t: Tile, *, bias: Tensor | None, pdl: int
+) -> None:
     """``matmul_residual`` of what ``attend_alone`` left: x [1, N] += attended W^T + bias, and so on."""
     (outputs, inputs), (heads, splits, d) = w.shape, work[0].shape
     tiles = pieces(outputs, t.rows)
@@ -175,6 +165,6 @@ def join_residual(
     launch(
         _join_kernel, (tiles,),
         *work, lengths, *stored(w, to.x), to.x if bias is None else bias, *to, outputs, K=inputs, HB=t.rows,
-        HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=chunk, SPLITS=splits, SP=power_of_two(splits),
+        HP=power_of_two(heads), D=d, DP=power_of_two(d), CHUNK=ALONE_CHUNK, SPLITS=splits, SP=power_of_two(splits),
         BITS=w.bits, BIAS=bias is not None, num_warps=t.warps, **overlap(pdl),
     )  # fmt: skip

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Heads of queries, keys and values: how their channels turn, and where they are stored.
 
 Knows: rotary tables, partial rotation, and the slots of the cache. Does not know: how the heads were made.
@@ -13,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..step import Step
+
 __all__ = ["Heads", "pair", "places_of", "store_heads", "turns_of"]
 
 
@@ -23,15 +23,13 @@ class Heads(NamedTuple):
     query: Tensor  # [M, heads, D]
     cache: tuple[Tensor, Tensor]  # keys and values [R, kv_heads, capacity, D]
     rotary: tuple[Tensor, Tensor, int]  # cos and sin [positions, D / 2], and how many channel pairs turn
-    lengths: Tensor  # [R] keys before this step; or [M, 2], each token's row and slot
-    depths: Tensor | None  # [R, width] for trees
-    width: int  # tokens a row; 0: see ``lengths``
+    step: Step
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """As kernels take them: query, keys, values, cos, sin, lengths, depths."""
-        depths = self.lengths if self.depths is None else self.depths
-        return (self.query, *self.cache, *self.rotary[:2], self.lengths, depths)
+        lengths, tree = self.step.lengths, self.step.tree
+        return (self.query, *self.cache, *self.rotary[:2], lengths, lengths if tree is None else tree.depths)
 
     @property
     def capacity(self) -> int:
@@ -41,7 +39,7 @@ class Heads(NamedTuple):
     def sizes(self) -> dict[str, Any]:
         """Kernels' constants."""
         (heads, d), kv = self.query.shape[1:], self.cache[0].shape[1]
-        return {"HEADS": heads, "KV": kv, "D": d, "TURN": self.rotary[2], "TREE": self.depths is not None}
+        return {"HEADS": heads, "KV": kv, "D": d, "TURN": self.rotary[2], "TREE": self.step.tree is not None}
 
 
 @triton.jit

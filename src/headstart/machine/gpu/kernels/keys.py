@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Noise keys in one launch: ``maths.noise.keys`` is some fifty tiny ones, which a captured round would notice.
 
 Knows: the mixing of ``maths.noise``, bit for bit. Does not know: what is drawn with the keys.

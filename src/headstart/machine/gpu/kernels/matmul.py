@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Skinny matrix products: a few token rows against a big weight matrix, with what stands before and after built in.
 
 Knows: what 1 to 32 rows times a matrix is joined with, and the kernels for small matrices, where latency is all.
@@ -32,7 +30,7 @@ from torch import Tensor
 from ...quantize import Matrix
 from ..compile.launching import launch, overlap
 from ..tiles import LATE, PROGRAMS, Tile, fitting_stages, pieces, power_of_two
-from . import stream as stream
+from . import stream
 from .blocks import done, early, inverse_rms, product, square_parts, store_product, store_swiglu, wait
 from .heads import Heads, pair, places_of, store_heads, turns_of
 
@@ -147,16 +145,19 @@ def skinny_rows(rows: int) -> int:
     return 0 if rows > 32 else 16 if rows <= 16 else 32
 
 
-def _chosen(
-    kernels: tuple[Any, Any], w: Matrix, tiles: int, t: Tile, x: Tensor, pdl: int, *, pair: bool = False
-) -> tuple[Any, tuple[int], dict[str, object]]:
-    """Which of (for short rows, for long rows) takes the matrix, its grid and its options."""
+def _launch(
+    kernels: tuple[Any, Any], x: Tensor, w: Matrix, tiles: int, t: Tile, pdl: int, *args: Any, pair: bool = False,
+    **constants: object,
+) -> None:  # fmt: skip
+    """Launch the one of (for short rows, for long rows) that takes the matrix."""
     rows, inputs = x.shape
     assert t.slices or rows <= 2
-    options: dict[str, object] = {"BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits}
+    options = constants | {"K": inputs, "BK": t.depth, "HB": t.rows, "KS": t.slices, "BITS": w.bits}
     options |= {"num_warps": t.warps} | overlap(pdl)
     if t.depth >= inputs:
-        return kernels[0], (tiles,), options | {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
+        options |= {"BM": skinny_rows(rows) if t.slices else rows, "num_stages": t.stages}
+        launch(kernels[0], (tiles,), x, *stored(w, x), *args, **options)
+        return
     # Fewer tokens leave more room for weights on their way; float32 is not there to be fast.
     padded = 8 if rows <= 8 and x.element_size() == 2 else skinny_rows(rows)
     together = t.together if padded <= 16 else pieces(t.together, 2)  # as many sums as there are registers
@@ -166,8 +167,8 @@ def _chosen(
     ask = min(t.prefetch // (height * together), w.data.shape[1] * w.data.element_size()) // 16 * 16
     stages = fitting_stages(t, height, together, padded, bits=w.bits, size=x.element_size())
     options |= {"PER": per, "G": together, "ASK": ask, "WARPS": t.warps, "BM": padded}
-    options |= {"LATE": max(LATE // together, 1)}
-    return kernels[1], (pieces(groups, per),), options | {"num_stages": stages}
+    options |= {"LATE": max(LATE // together, 1), "num_stages": stages}
+    launch(kernels[1], (pieces(groups, per),), x, *stored(w, x), *args, **options)
 
 
 def stored(w: Matrix, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,12 +187,10 @@ def matmul(
     x: Tensor, w: Matrix, out: Tensor, t: Tile, *, bias: Tensor | None, squares: Tensor | None, eps: float, pdl: int
 ) -> None:
     """out [M, N] = norm(x) W^T + bias. With ``squares`` [M, parts], x is scaled by the gain already (see above)."""
-    rows, inputs = x.shape
-    kernel, grid, options = _chosen((_matmul_kernel, stream.matmul_kernel), w, pieces(w.shape[0], t.rows), t, x, pdl)
-    launch(
-        kernel, grid,
-        x, *stored(w, x), x if bias is None else bias, x if squares is None else squares, out, rows, eps, w.shape[0],
-        K=inputs, NORM=squares is not None, BIAS=bias is not None, **_parts(squares), **options,
+    _launch(
+        (_matmul_kernel, stream.matmul_kernel), x, w, pieces(w.shape[0], t.rows), t, pdl,
+        x if bias is None else bias, x if squares is None else squares, out, len(x), eps, w.shape[0],
+        NORM=squares is not None, BIAS=bias is not None, **_parts(squares),
     )  # fmt: skip
 
 
@@ -206,37 +205,30 @@ class Residual(NamedTuple):
 
 def matmul_residual(x: Tensor, w: Matrix, to: Residual, t: Tile, *, bias: Tensor | None, pdl: int) -> None:
     """x W^T + bias to the residual stream."""
-    rows, inputs = x.shape
     tiles = pieces(w.shape[0], t.rows)
     assert to.squares.shape[1] == tiles
-    kernel, grid, options = _chosen((_residual_kernel, stream.residual_kernel), w, tiles, t, x, pdl)
-    launch(
-        kernel, grid,
-        x, *stored(w, x), x if bias is None else bias, *to, rows, w.shape[0], K=inputs, PARTS=tiles,
-        BIAS=bias is not None, **options,
+    _launch(
+        (_residual_kernel, stream.residual_kernel), x, w, tiles, t, pdl,
+        x if bias is None else bias, *to, len(x), w.shape[0], PARTS=tiles, BIAS=bias is not None,
     )  # fmt: skip
 
 
 def matmul_swiglu(x: Tensor, w: Matrix, out: Tensor, t: Tile, *, squares: Tensor, eps: float, pdl: int) -> None:
     """out [M, F] = silu(gate) * up, with [gate; up] = norm(x) W^T and W [2F, K]."""
-    rows, inputs = x.shape
     ffn = w.shape[0] // 2
-    tiles = pieces(ffn, t.rows)
-    kernel, grid, options = _chosen((_swiglu_kernel, stream.swiglu_kernel), w, tiles, t, x, pdl, pair=True)
-    launch(kernel, grid, x, *stored(w, x), squares, out, rows, eps, ffn, K=inputs, **_parts(squares), **options)
+    _launch(
+        (_swiglu_kernel, stream.swiglu_kernel), x, w, pieces(ffn, t.rows), t, pdl, squares, out, len(x), eps, ffn,
+        pair=True, **_parts(squares),
+    )  # fmt: skip
 
 
 def matmul_rotary(
     x: Tensor, w: Matrix, to: Heads, t: Tile, *, bias: Tensor | None, squares: Tensor, eps: float, pdl: int
 ) -> None:
     """norm(x) W^T + bias as heads of queries, keys and values."""
-    rows, inputs = x.shape
-    half = to.query.shape[2] // 2
-    assert half % t.rows == 0
-    tiles = w.shape[0] // 2 // t.rows
-    kernel, grid, options = _chosen((_rotary_kernel, stream.rotary_kernel), w, tiles, t, x, pdl, pair=True)
-    launch(
-        kernel, grid,
-        x, *stored(w, x), x if bias is None else bias, squares, *to.buffers, rows, to.width, to.capacity, eps, K=inputs,
-        BIAS=bias is not None, **to.sizes, **_parts(squares), **options,
+    assert to.query.shape[2] // 2 % t.rows == 0
+    _launch(
+        (_rotary_kernel, stream.rotary_kernel), x, w, w.shape[0] // 2 // t.rows, t, pdl,
+        x if bias is None else bias, squares, *to.buffers, len(x), to.step.width, to.capacity, eps,
+        pair=True, BIAS=bias is not None, **to.sizes, **_parts(squares),
     )  # fmt: skip

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """The small steps between matrix products, for what the skinny products cannot take along.
 
 Knows: embedding rows, residual + RMS norm, rotary + key-value write (with Qwen3's head norms), SwiGLU, hidden states
@@ -17,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile.launching import launch, overlap
+from ..step import Step
 from ..tiles import pieces, power_of_two
 from .blocks import wait
 from .heads import Heads, pair
@@ -182,26 +181,24 @@ def norm(x: Tensor, add: Tensor | None, gain: Tensor, out: Tensor, *, eps: float
     )  # fmt: skip
 
 
-def rotate(qkv: Tensor, gains: tuple[Tensor, Tensor] | None, to: Heads, *, eps: float, pdl: int) -> None:
-    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (``gains``) and turned, keys and values stored."""
+def rotate(qkv: Tensor, gains: tuple[Tensor, ...], to: Heads, *, eps: float, pdl: int) -> None:
+    """From qkv [M, (heads + 2 kv) * D]: queries and keys normed (by two ``gains``, or none) and turned, keys and values
+    stored."""
     sizes = to.sizes
     launch(
         _rotate_kernel, (qkv.shape[0], sizes["HEADS"] + 2 * sizes["KV"]),
-        qkv, *(gains or (qkv, qkv)), *to.buffers, to.width, to.capacity, eps, HP=power_of_two(sizes["D"] // 2),
-        NORM=gains is not None, RAGGED=to.width == 0, num_warps=1, **sizes, **overlap(pdl),
+        qkv, *(gains or (qkv, qkv)), *to.buffers, to.step.width, to.capacity, eps, HP=power_of_two(sizes["D"] // 2),
+        NORM=bool(gains), RAGGED=to.step.packed is not None, num_warps=1, **sizes, **overlap(pdl),
     )  # fmt: skip
 
 
-def remember(x: Tensor, features: Tensor, lengths: Tensor, *, width: int, offset: int) -> None:
-    """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys.
-
-    ``width``, ``lengths``: see ``Heads``.
-    """
+def remember(x: Tensor, features: Tensor, step: Step, *, offset: int) -> None:
+    """x [M, H] -> features [R, capacity, F], from channel ``offset`` on, at the slots of the tokens' keys."""
     rows, hidden = x.shape
     launch(
         _remember_kernel, (rows,),
-        x, features, lengths, width, features.shape[1], offset, H=hidden, F=features.shape[2], BH=power_of_two(hidden),
-        RAGGED=width == 0, num_warps=_warps(hidden),
+        x, features, step.lengths, step.width, features.shape[1], offset, H=hidden, F=features.shape[2],
+        BH=power_of_two(hidden), RAGGED=step.packed is not None, num_warps=_warps(hidden),
     )  # fmt: skip
 
 

@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """The largest of a vocabulary, and a token drawn by a race, in two small launches.
 
 Knows: how ``maths.noise`` makes a race out of keys (the integers are the same bits, the logarithm is CUDA's own, as
@@ -86,11 +84,6 @@ def _winner_kernel(scores, winners, out, C: tl.constexpr, FINITE: tl.constexpr, 
 # -- how they are called ----------------------------------------------------------------------------------------------
 
 
-def _cut(size: int) -> int:
-    """Tokens in a chunk. It depends on the vocabulary alone, so that a row's sums do not depend on other rows."""
-    return max(power_of_two(-(-size // CHUNKS)), 64)
-
-
 class Rows:
     """M rows of one call, and what the kernels leave for one another."""
 
@@ -101,7 +94,8 @@ class Rows:
         self.size = values.shape[-1]
         self.count = values.numel() // self.size
         self.nodes = self.count // values.shape[0] if values.dim() > 1 else 1
-        self.width = _cut(self.size)
+        # Tokens in a chunk: by the vocabulary alone, so that a row's sums do not depend on other rows.
+        self.width = max(power_of_two(-(-self.size // CHUNKS)), 64)
         self.grid = (CHUNKS, self.count)
         self.overlap = overlap(2 if supports_overlap(values.device) else 0)  # early starts where the GPU can
         self.options = {"LIB": values.device.type == "cuda"} | self.overlap  # CUDA's own exp and log1p, as torch's
@@ -111,6 +105,14 @@ class Rows:
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(self.count, *shape, device=self.values.device, dtype=dtype)
+
+    def score(self, keys: tuple[Tensor, Tensor] | None) -> None:
+        """Each chunk's largest value, or with keys its winner in a race."""
+        low, high = (self.values, self.values) if keys is None else (key.contiguous() for key in keys)
+        _score_kernel[self.grid](
+            self.values, low, high, self.scores, self.winners, self.size, B=self.width, C=CHUNKS, RACE=keys is not None,
+            num_warps=self.warps, **self.options,
+        )  # fmt: skip
 
     def pick(self, *, finite: bool = False, chunks: int = CHUNKS) -> Tensor:
         out = self.new(dtype=torch.int64)
@@ -126,18 +128,12 @@ def argmax(values: Tensor, *, finite: bool = False) -> Tensor:
     ``finite``: -1 where the largest is not a finite number.
     """
     r = Rows(values)
-    _score_kernel[r.grid](
-        values, values, values, r.scores, r.winners, r.size, B=r.width, C=CHUNKS, RACE=False, num_warps=r.warps,
-        **r.options,
-    )  # fmt: skip
+    r.score(None)
     return r.pick(finite=finite)
 
 
 def race(p: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     """As ``maths.noise.race``: p float32 [.., V], keys two int32 [..] -> [..] int64."""
     r = Rows(p)
-    low, high = (key.contiguous() for key in keys)
-    _score_kernel[r.grid](
-        p, low, high, r.scores, r.winners, r.size, B=r.width, C=CHUNKS, RACE=True, num_warps=r.warps, **r.options
-    )  # fmt: skip
+    r.score(keys)
     return r.pick()

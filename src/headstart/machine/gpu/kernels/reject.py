@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """The token and the block rule on chains in four launches.
 
 Knows: what ``maths.verify.chain_rules`` says, and the noise of ``maths.noise``, bit for bit; sums over the vocabulary

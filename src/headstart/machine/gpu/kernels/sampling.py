@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """From logits to the distribution a token is drawn from, in a few small launches and without a sort.
 
 Knows: what ``maths.distribution`` says about temperature, min-p, top-k and top-p; the results are its own, to

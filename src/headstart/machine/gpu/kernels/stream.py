@@ -1,5 +1,3 @@
-# mypy: ignore-errors
-# Triton's language only looks like Python; mypy cannot read kernel bodies.
 """Skinny matrix products of large matrices: one program a multiprocessor, each streaming its own run of weight rows.
 
 Knows: how to keep the memory busy while tile after tile of weights is multiplied. Does not know: what a model is, or
