@@ -121,9 +121,8 @@ class DeviceRows:
         plain = Warp.of(example, vocab_size=self.vocab_size, eos=None, device=self.device)
         if kind == "greedy":
             return plain
-        sampled = replace(
-            plain, asks=PROGRAMS[kind].serves, cold=True, temperature=self.real[0, :rows], top_p=self.real[1, :rows], min_p=self.real[2, :rows]
-        )
+        asks, real = PROGRAMS[kind].serves, self.real[:, :rows]
+        sampled = replace(plain, asks=asks, cold=True, temperature=real[0], top_p=real[1], min_p=real[2])
         if kind != "full":
             return sampled
         ids = self._ids.expand(rows, -1)
@@ -135,9 +134,9 @@ class DeviceRows:
             most_k=self.vocab_size,
             bias=(ids, self.bias[:rows]),
             early_eos=None if draft else (self.least[:rows], ids, self.endings[:rows]),
-            repetition=self.real[3, :rows],
-            frequency=self.real[4, :rows],
-            presence=self.real[5, :rows],
+            repetition=real[3],
+            frequency=real[4],
+            presence=real[5],
         )
 
     # -- bringing it level

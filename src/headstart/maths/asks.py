@@ -19,7 +19,7 @@ from typing import get_args
 
 from ..types import SamplingParams, Verification
 
-__all__ = ["ASKS", "DRAWING", "NOT_DRAWING", "PENALTIES", "PROCESSING", "RULES", "TENSORS_ONLY", "Asks", "Served", "asks_of"]
+__all__ = ["ASKS", "DRAWING", "OTHERS", "PENALTIES", "PROCESSING", "RULES", "TENSORS_ONLY", "Asks", "Served", "asks_of"]
 
 Asks = frozenset[str]
 
@@ -54,7 +54,7 @@ DRAWING = frozenset({"temperature", "top_p", "top_k", "min_p"})
 #: the rules that are asked for by name, instead of the field: ``coupled`` needs nothing but the target's own draw
 RULES = frozenset(get_args(Verification)) - {"coupled"}
 #: what is done before temperature and truncation, or after them
-NOT_DRAWING = PROCESSING | RULES | {"logprobs"}
+OTHERS = PROCESSING | RULES | {"logprobs"}
 #: fields and rules that have no faster way yet: all backends but the tensors decline them
 TENSORS_ONLY: Asks = frozenset()
 

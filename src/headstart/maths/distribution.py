@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .asks import DRAWING, NOT_DRAWING, TENSORS_ONLY, Served
+from .asks import DRAWING, OTHERS, TENSORS_ONLY, Served
 from .limits import CPU_CACHE
 from .tree import Topology
 from .vocab_ops import PLAIN, VocabOps
@@ -29,7 +29,7 @@ from .warp import History, Warp
 
 __all__ = ["SERVED", "History", "Nodes", "Warp", "argmaxes", "probabilities", "processed"]
 
-SERVED = Served("tensors", DRAWING | NOT_DRAWING | TENSORS_ONLY)
+SERVED = Served("tensors", DRAWING | OTHERS | TENSORS_ONLY)
 
 _PARTIAL = 512  # a nucleus is seldom larger, and finding the 512 largest costs half of a full sort
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...maths import noise
-from ...maths.asks import DRAWING, NOT_DRAWING, PROCESSING, TENSORS_ONLY, Served
+from ...maths.asks import DRAWING, OTHERS, PROCESSING, TENSORS_ONLY, Served
 from ...maths.limits import NO_TOP_K
 from ...maths.vocab_ops import DraftedChain, Rule, VocabOps
 from ...maths.warp import Warp, temperature_of
@@ -31,7 +31,7 @@ __all__ = ["REJECTING", "SAMPLES", "SERVED", "Knobs", "knobs_of", "vocab_ops_for
 SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs"}, TENSORS_ONLY)
 #: what hs_sample reads of a ``Warp``; the rest is done before it, or after
 _READ = frozenset({"temperature", "top_p", "top_k", "min_p"})
-SAMPLES = Served("C++ sampling", _READ | NOT_DRAWING, TENSORS_ONLY - NOT_DRAWING)
+SAMPLES = Served("C++ sampling", _READ | OTHERS, TENSORS_ONLY - OTHERS)
 RULES: dict[Rule, int] = {"greedy": 0, "coupled": 1, "token": 2, "block": 3}
 REJECTING = (RULES["token"], RULES["block"])  # these ask what a token was drawn from
 

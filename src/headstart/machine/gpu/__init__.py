@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...maths.asks import NOT_DRAWING, TENSORS_ONLY, Served
+from ...maths.asks import OTHERS, TENSORS_ONLY, Served
 from ...maths.vocab_ops import PLAIN, VocabOps
 from ..lower import TRITON_PARTS, parts_of
 from ..lower import why_not as why_not_lowered
@@ -28,7 +28,7 @@ __all__ = ["available", "fuse", "open_runner", "reason_against", "vocab_ops_of",
 
 #: what ``kernels.sampling`` reads of a ``Warp``; the rest is done before it, or after
 _READ = frozenset({"temperature", "top_p", "top_k", "min_p"})
-SAMPLES = Served("Triton sampling", _READ | NOT_DRAWING, TENSORS_ONLY - NOT_DRAWING)
+SAMPLES = Served("Triton sampling", _READ | OTHERS, TENSORS_ONLY - OTHERS)
 
 
 def available() -> str | None:
