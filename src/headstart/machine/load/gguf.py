@@ -178,19 +178,25 @@ def _spelt_out(path: Path, header: Header, dtype: torch.dtype) -> tuple[PreTrain
     # Not from_pretrained(gguf_file=...), which wants the package accelerate for this, and does not know parts.
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
-    found: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
-    names = get_gguf_hf_weights_map(model, processor)
+    found: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # what a processor makes of several tensors
+    names, state, there = get_gguf_hf_weights_map(model, processor), model.state_dict(), set()
     for name, stored in mapped(header).items():
         lines = stored.bytes.reshape(*stored.shape[:-1], -1)
         weights = dequantize(lines, GGMLQuantizationType[stored.kind])
         done = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=found)
-        if done.name in names:
-            found["tensors"][names[done.name]] = torch.from_numpy(np.array(done.weights)).to(dtype)
+        place = state.get(names.get(done.name, ""))
+        if place is not None:
+            if place.shape != done.weights.shape:
+                raise ModelRefused(
+                    f"{path} is damaged: {name} is {list(done.weights.shape)} where {list(place.shape)} belongs"
+                )
+            place.copy_(torch.from_numpy(np.array(done.weights)))  # each at once: no second model in memory
+            there.add(names[done.name])
         stored.advise(needed=False)
     missing, _ = model.load_state_dict(found["tensors"], strict=False)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    lost = [name for name in missing if name not in tied]
+    lost = [name for name in missing if name not in tied and name not in there]
     if lost:
         raise ModelRefused(f"{path.name} lacks weights that {type(model).__name__} needs, such as {lost[0]}")
     factors, rotary = rope_factors(header), getattr(getattr(model, "model", None), "rotary_emb", None)
