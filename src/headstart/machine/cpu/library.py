@@ -52,7 +52,7 @@ class ModelRecord(Structure):
     _fields_ = [
         *each(c_int32, "hidden heads kv_heads head_dim ffn vocab layers positions"),
         ("eps", c_float),
-        ("capacity", c_int32),
+        *each(c_int32, "float_keys capacity"),
         *each(c_int64, "row_stride head_stride"),
         *each(MatrixRecord, "embedding head"),
         *each(c_void_p, "norm cosines sines"),

@@ -19,8 +19,8 @@ struct Query {
     int head;
 };
 
-// Keys as they lie in the slab, or turned into floats once for several queries. The numbers are the same: a half float is
-// exactly a float.
+// Keys as they lie in the slab (half floats, or floats), or turned into floats once for several queries. The numbers are
+// the same: a half float is exactly a float.
 HS_INLINE vf load_any(const float* p) { return load(p); }
 HS_INLINE vf load_any(const uint16_t* p) { return load_half(p); }
 
@@ -95,21 +95,20 @@ static __attribute__((noinline)) void soften(Query& query) {
 }
 
 // Walks a token's keys in blocks of 16 and hands each block, as floats, to everyone who sees it.
-template <typename Visit>
-static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Query>& queries, float* block,
-                 Visit visit) {
+template <typename T, typename Visit>
+static void walk(const Sight& s, const T* from, int dim, std::vector<Query>& queries, float* block, Visit visit) {
     const int end = s.length + (s.ancestors ? 0 : s.last);
     const int shared = s.ancestors ? end / LANES * LANES : end;  // blocks that all tokens of a tree have in common
     int first = shared;
     for (const Query& q : queries) first = q.seen_from < first ? q.seen_from : first;
     for (int base = first / LANES * LANES; base < shared; base += LANES) {
         const int rows = shared - base < LANES ? shared - base : LANES;
-        const uint16_t* p = from + (size_t)base * dim;
+        const T* p = from + (size_t)base * dim;
         if (queries.size() == 1 && rows == LANES) {
             visit(queries[0], base, p);
             continue;
         }
-        for (int i = 0; i < rows * dim; i += LANES) store(block + i, load_half(p + i));
+        for (int i = 0; i < rows * dim; i += LANES) store(block + i, load_any(p + i));
         for (Query& q : queries)
             if (base < q.seen_to && base + LANES > q.seen_from) visit(q, base, block);
     }
@@ -129,7 +128,7 @@ static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Quer
                     slot = s.length + node;
                 }
                 for (int i = 0; i < dim; i += LANES)
-                    store(block + k * dim + i, load_half(from + (size_t)slot * dim + i));
+                    store(block + k * dim + i, load_any(from + (size_t)slot * dim + i));
             }
             for (size_t i = at; i < next; i++)
                 if (base + LANES > queries[i].seen_from) visit(queries[i], base, block);
@@ -138,7 +137,9 @@ static void walk(const Sight& s, const uint16_t* from, int dim, std::vector<Quer
     }
 }
 
-void attend(const Model& m, const Sight& s, int head, int heads, const float* queries, const Inputs& to, Own& own) {
+template <typename T>
+static void attend_to(const T* keys, const T* values, const Model& m, const Sight& s, int head, int heads,
+                      const float* queries, const Inputs& to, Own& own) {
     const int dim = m.head_dim, most = m.capacity + LANES, stride = m.heads * dim;
     const int count = (s.last - s.first) * heads;
     float* scores = own.scores.need((size_t)count * (most + dim));
@@ -157,13 +158,13 @@ void attend(const Model& m, const Sight& s, int head, int heads, const float* qu
         for (int h = head; h < head + heads; h++)
             all.push_back({queries + (size_t)n * stride + h * dim, n, from, seen, scores + all.size() * most, 0.0f, h});
     }
-    walk(s, s.keys, dim, all, block, [&](Query& q, int base, auto* keys) { score(q, keys, base, dim); });
+    walk(s, keys, dim, all, block, [&](Query& q, int base, auto* some) { score(q, some, base, dim); });
     for (Query& q : all) soften(q);
     memset(mixed, 0, sizeof(float) * count * dim);
     memset(block, 0, sizeof(float) * LANES * dim);
     Query* const begin = all.data();
-    walk(s, s.values, dim, all, block,
-         [&](Query& q, int base, auto* values) { mix(q, values, base, dim, mixed + (&q - begin) * dim); });
+    walk(s, values, dim, all, block,
+         [&](Query& q, int base, auto* some) { mix(q, some, base, dim, mixed + (&q - begin) * dim); });
     for (int i = 0; i < count; i++) {
         const vf share = splat(1.0f / all[i].total);
         for (int g = 0; g < dim / GROUP; g++) {
@@ -171,6 +172,13 @@ void attend(const Model& m, const Sight& s, int head, int heads, const float* qu
             round_group(to, all[i].token, all[i].head * dim / GROUP + g, load(p) * share, load(p + LANES) * share);
         }
     }
+}
+
+void attend(const Model& m, const Sight& s, int head, int heads, const float* queries, const Inputs& to, Own& own) {
+    if (m.float_keys)
+        attend_to((const float*)s.keys + s.at, (const float*)s.values + s.at, m, s, head, heads, queries, to, own);
+    else
+        attend_to((const uint16_t*)s.keys + s.at, (const uint16_t*)s.values + s.at, m, s, head, heads, queries, to, own);
 }
 
 }  // namespace hs

@@ -50,7 +50,7 @@ struct Forward {
         const Matrix& from = where(layer, own);
         head_product(from, own, m.head_dim, in, tokens, [&](int token, const vf* found, int stride) {
             float* query = queries + (size_t)token * m.heads * m.head_dim;
-            const Way to{layer.q_norm, layer.k_norm, query, layer.keys, layer.values};
+            const Way to{layer.q_norm, layer.k_norm, query, layer.keys, layer.values, m.float_keys != 0};
             place_head(m, head, room.places[token], to, found, stride);
         });
     }
@@ -65,8 +65,9 @@ struct Forward {
             const int head = item % sets * each;
             const size_t at = (size_t)piece.row * m.row_stride + (size_t)(head / group) * m.head_stride;
             const size_t token = (size_t)piece.first;
-            const Sight sight{layer.keys + at,
-                              layer.values + at,
+            const Sight sight{layer.keys,
+                              layer.values,
+                              at,
                               piece.length,
                               span.first,
                               span.last,

@@ -16,7 +16,7 @@ struct Layer {
     Matrix down;     // [hidden, ffn]
     const float *input_norm, *post_norm;
     const float *q_norm, *k_norm;  // [head_dim] or null
-    uint16_t *keys, *values;       // the slab's, half floats
+    void *keys, *values;           // the slab's
     int64_t window;                // 0: sees everything
     // Where they are of another kind than what they would lie in: then they are not in qkv, or gate_up is the gate alone.
     Matrix k, v, up;
@@ -25,6 +25,7 @@ struct Layer {
 struct Model {
     int32_t hidden, heads, kv_heads, head_dim, ffn, vocab, layers, positions;
     float eps;
+    int32_t float_keys;                 // 1: keys and values are floats, 0: half floats
     int32_t capacity;                   // slots of a row of the slab
     int64_t row_stride, head_stride;    // of the slab, in numbers
     Matrix embedding, head;             // [vocab, hidden]
@@ -116,7 +117,8 @@ void norm_token(const float* x, const float* weight, float eps, int width, const
 
 // Attention of some tokens of one row and some query heads that share keys; the result is rounded into ``to``.
 struct Sight {
-    const uint16_t *keys, *values;  // [capacity, head_dim]
+    const void *keys, *values;      // the slab's
+    size_t at;                      // where the row's head begins in them: [capacity, head_dim]
     int length;                     // live keys before this forward
     int first, last;                // tokens first .. last - 1 of the row
     const uint8_t* ancestors;       // [width, width] of the row, or null
@@ -184,7 +186,8 @@ void head_product(const Matrix& qkv, int head, int dim, const Inputs& in, int n,
 struct Way {
     const float *q_norm, *k_norm;  // [head_dim] or null
     float* query;                  // [heads, head_dim]
-    uint16_t *keys, *values;       // of the cache
+    void *keys, *values;           // of the cache
+    bool floats;                   // they are floats, not half floats
 };
 
 // A token's head: norm, rotation, and to where it belongs. M: a Model, or whatever else has its fields.
@@ -217,9 +220,13 @@ __attribute__((noinline)) void place_head(const M& m, int head, const Place& at,
         return;
     }
     const int own = key ? head - m.heads : head - m.heads - m.kv_heads;
-    uint16_t* cache = (key ? to.keys : to.values) + (size_t)at.row * m.row_stride + (size_t)own * m.head_stride +
-                      (size_t)at.slot * dim;
-    for (int i = 0; i < tiles; i++) store_half(cache + i * LANES, v[i]);
+    void* cache = key ? to.keys : to.values;
+    const size_t first = (size_t)at.row * m.row_stride + (size_t)own * m.head_stride + (size_t)at.slot * dim;
+    for (int i = 0; i < tiles; i++)
+        if (to.floats)
+            store((float*)cache + first + i * LANES, v[i]);
+        else
+            store_half((uint16_t*)cache + first + i * LANES, v[i]);
 }
 
 // 32 numbers of silu(gate) * up for n tokens, rounded. ``up``: null if its rows lie between the gate's.

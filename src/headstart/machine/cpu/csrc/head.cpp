@@ -79,7 +79,7 @@ struct Steps {
         const int from = queries_too ? 0 : h.heads, all = h.heads + 2 * h.kv_heads;
         for (int head; (head = turn.take() + from) < all;)
             head_product(h.qkv, head, h.head_dim, in, n, [&](int i, const vf* found, int stride) {
-                const Way to{nullptr, nullptr, queries + (size_t)i * h.heads * h.head_dim, h.keys, h.values};
+                const Way to{nullptr, nullptr, queries + (size_t)i * h.heads * h.head_dim, h.keys, h.values, false};
                 place_head(h, head, {c.first_row + whose[i], slot[i], slot[i]}, to, found, stride);
             });
     }
@@ -133,7 +133,7 @@ struct Steps {
         for (int item; (item = turn->take()) < c.rows * h.heads;) {
             const int row = item / h.heads, head = item % h.heads, number = of ? of[row] : row;
             const size_t from = (size_t)(c.first_row + row) * h.row_stride + (size_t)(head / group) * h.head_stride;
-            const Sight sight{h.keys + from, h.values + from, now[row], 0, 1, nullptr, 1, h.window};
+            const Sight sight{h.keys, h.values, from, now[row], 0, 1, nullptr, 1, h.window};
             attend(shape, sight, head, 1, queries + (size_t)number * h.heads * h.head_dim, attended.from(row),
                    room.own[thread]);
         }
