@@ -26,8 +26,8 @@ __all__ = [
     "pool",
 ]
 
-#: Kinds of packed matrices (csrc/layout.h). The last three want inputs in multiples of 256.
-KINDS = {"int8": 0, "int4": 1, "float32": 2, "q4_k": 3, "q5_k": 4, "q6_k": 5}
+#: Kinds of packed matrices (csrc/layout.h). The K kinds want inputs in multiples of 256.
+KINDS = {"int8": 0, "int4": 1, "float32": 2, "q4_k": 3, "q5_k": 4, "q6_k": 5, "bfloat16": 6, "float16": 7}
 
 
 def each(kind: Any, names: str) -> list[tuple[str, Any]]:

@@ -213,6 +213,33 @@ HS_INLINE vf load_half(const uint16_t* p) {
 #endif
 }
 
+// -- bfloat16: the upper half of a float
+
+HS_INLINE float bfloat_to_float(uint16_t h) {
+    const uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+HS_INLINE uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+HS_INLINE vf load_bfloat(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+    typedef uint16_t v16h __attribute__((vector_size(32)));
+    v16h h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vi) << 16);
+#endif
+}
+
 HS_INLINE void store_half(uint16_t* p, vf v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -9,7 +9,9 @@
 //   kind   block  a group's numbers            scales of a block                                 value
 //   INT8   32     512 bytes, number + 128      16 halves                                         scale * number
 //   INT4   32     256 bytes, two in each       16 halves, 16 halves of minima                    scale * number + minimum
-//   FLOAT  32     2048 bytes, float32          none
+//   FLOAT  32     2048 bytes, float32          none                                              the number itself
+//   BFLOAT 32     1024 bytes, bfloat16         none                                              the same
+//   HALF   32     1024 bytes, float16          none                                              the same
 //   Q4_K   256    256 bytes, two in each       8 x 16 bytes s, 8 x 16 bytes m (one for each      d * s * number - e * m
 //                                              group), 16 halves d, 16 halves e
 //   Q5_K   256    256 bytes, and 64 of bits 4  the same                                          the same
@@ -26,18 +28,20 @@
 
 namespace hs {
 
-enum Kind : int32_t { INT8 = 0, INT4 = 1, FLOAT = 2, Q4_K = 3, Q5_K = 4, Q6_K = 5 };
-constexpr int KINDS = 6;
+enum Kind : int32_t { INT8 = 0, INT4 = 1, FLOAT = 2, Q4_K = 3, Q5_K = 4, Q6_K = 5, BFLOAT = 6, HALF = 7 };
+constexpr int KINDS = 8;
 
-constexpr bool by_256(int kind) { return kind >= Q4_K; }
+constexpr bool by_256(int kind) { return kind >= Q4_K && kind <= Q6_K; }
+constexpr bool is_exact(int kind) { return kind == FLOAT || kind == BFLOAT || kind == HALF; }  // floats, not rounded
 constexpr int block_groups(int kind) { return by_256(kind) ? 8 : 1; }
 constexpr int block_inputs(int kind) { return GROUP * block_groups(kind); }
 constexpr size_t group_bytes(int kind) {
-    return kind == INT8 ? 512 : kind == FLOAT ? 2048 : kind == Q5_K ? 320 : kind == Q6_K ? 384 : 256;
+    if (is_exact(kind)) return kind == FLOAT ? 2048 : 1024;
+    return kind == INT8 ? 512 : kind == Q5_K ? 320 : kind == Q6_K ? 384 : 256;
 }
 constexpr size_t scales_at(int kind) { return group_bytes(kind) * block_groups(kind); }  // behind the groups
 constexpr size_t block_bytes(int kind) {
-    return scales_at(kind) + (kind == INT8 ? 32 : kind == INT4 ? 64 : kind == FLOAT ? 0 : kind == Q6_K ? 288 : 320);
+    return scales_at(kind) + (is_exact(kind) ? 0 : kind == INT8 ? 32 : kind == INT4 ? 64 : kind == Q6_K ? 288 : 320);
 }
 
 struct Matrix {

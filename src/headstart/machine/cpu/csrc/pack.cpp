@@ -92,8 +92,11 @@ void pack_floats(int kind, const float* x, uint8_t* block, int lane) {
         pack_int8(x, block, lane);
     else if (kind == INT4)
         pack_int4(x, block, lane);
-    else
+    else if (kind == FLOAT)
         for (int k = 0; k < GROUP; k++) ((float*)block)[k * LANES + lane] = x[k];
+    else
+        for (int k = 0; k < GROUP; k++)
+            ((uint16_t*)block)[k * LANES + lane] = kind == HALF ? float_to_half(x[k]) : float_to_bfloat(x[k]);
 }
 
 // -- blocks of a GGUF file
@@ -197,11 +200,7 @@ void file_floats(int type, const uint8_t* row, int g, float* to) {
     }
     for (int k = 0; k < GROUP; k++) {
         const uint16_t h = half_at(row + 2 * ((size_t)GROUP * g + k));
-        const uint32_t bits = (uint32_t)h << 16;
-        if (type == F16)
-            to[k] = half_to_float(h);
-        else
-            memcpy(to + k, &bits, 4);
+        to[k] = type == F16 ? half_to_float(h) : bfloat_to_float(h);
     }
 }
 
@@ -238,8 +237,14 @@ void unpack_row(const Matrix& m, int output, float* to) {
             case Q4_K: unpack_block<Q4_K>(block, lane, to); break;
             case Q5_K: unpack_block<Q5_K>(block, lane, to); break;
             case Q6_K: unpack_block<Q6_K>(block, lane, to); break;
-            default:
+            case FLOAT:
                 for (int k = 0; k < GROUP; k++) to[k] = ((const float*)block)[k * LANES + lane];
+                break;
+            default:
+                for (int k = 0; k < GROUP; k++) {
+                    const uint16_t h = ((const uint16_t*)block)[k * LANES + lane];
+                    to[k] = m.kind == HALF ? half_to_float(h) : bfloat_to_float(h);
+                }
         }
     }
 }

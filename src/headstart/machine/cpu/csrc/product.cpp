@@ -23,24 +23,43 @@ static void run(const Matrix& m, int first, int count, const Inputs& in, int tok
     }
 }
 
-static void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
-    const size_t stride = m.tile_bytes();
-    for (int i = 0; i < count; i++)
-        for (int t = 0; t < tokens;) {
-            const uint8_t* p = m.tile(first + i);
-            const Inputs from = in.from(t);
-            vf* to = out + (size_t)i * tokens + t;
-            switch (tokens - t) {
-                case 1: float_product<1, 1>(p, stride, m.inputs, from, to, tokens); t += 1; break;
-                case 2: float_product<1, 2>(p, stride, m.inputs, from, to, tokens); t += 2; break;
-                case 3: float_product<1, 3>(p, stride, m.inputs, from, to, tokens); t += 3; break;
-                case 4: float_product<1, 4>(p, stride, m.inputs, from, to, tokens); t += 4; break;
-                case 5: float_product<1, 5>(p, stride, m.inputs, from, to, tokens); t += 5; break;
-                case 6: float_product<1, 6>(p, stride, m.inputs, from, to, tokens); t += 6; break;
-                case 7: float_product<1, 7>(p, stride, m.inputs, from, to, tokens); t += 7; break;
-                default: float_product<1, 8>(p, stride, m.inputs, from, to, tokens); t += 8;
-            }
+// Float weights: as many tiles at once as the registers hold sums for, since a sum waits for its last addition.
+template <int KIND, int W>
+static void run_some(const Matrix& m, int tile, const Inputs& in, int tokens, vf* out) {
+    for (int t = 0; t < tokens;) {
+        const int some = tokens - t < 8 ? tokens - t : 8;
+        const uint8_t* p = m.tile(tile);
+        const size_t stride = m.tile_bytes();
+        const Inputs from = in.from(t);
+        switch (some) {
+            case 1: float_product<KIND, W, 1>(p, stride, m.inputs, from, out + t, tokens); break;
+            case 2: float_product<KIND, W, 2>(p, stride, m.inputs, from, out + t, tokens); break;
+            case 3: float_product<KIND, W, 3>(p, stride, m.inputs, from, out + t, tokens); break;
+            case 4: float_product<KIND, W, 4>(p, stride, m.inputs, from, out + t, tokens); break;
+            case 5: float_product<KIND, W, 5>(p, stride, m.inputs, from, out + t, tokens); break;
+            case 6: float_product<KIND, W, 6>(p, stride, m.inputs, from, out + t, tokens); break;
+            case 7: float_product<KIND, W, 7>(p, stride, m.inputs, from, out + t, tokens); break;
+            default: float_product<KIND, W, 8>(p, stride, m.inputs, from, out + t, tokens);
         }
+        t += some;
+    }
+}
+
+template <int KIND>
+static void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
+    for (int i = 0; i < count;) {
+        vf* to = out + (size_t)i * tokens;
+        if (tokens == 1 && count - i >= 4) {
+            float_product<KIND, 4, 1>(m.tile(first + i), m.tile_bytes(), m.inputs, in, to, tokens);
+            i += 4;
+        } else if (count - i >= 2) {
+            run_some<KIND, 2>(m, first + i, in, tokens, to);
+            i += 2;
+        } else {
+            run_some<KIND, 1>(m, first + i, in, tokens, to);
+            i += 1;
+        }
+    }
 }
 
 void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
@@ -50,7 +69,9 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
         case Q4_K: run<Q4_K>(m, first, count, in, tokens, out); break;
         case Q5_K: run<Q5_K>(m, first, count, in, tokens, out); break;
         case Q6_K: run<Q6_K>(m, first, count, in, tokens, out); break;
-        default: run_floats(m, first, count, in, tokens, out);
+        case BFLOAT: run_floats<BFLOAT>(m, first, count, in, tokens, out); break;
+        case HALF: run_floats<HALF>(m, first, count, in, tokens, out); break;
+        default: run_floats<FLOAT>(m, first, count, in, tokens, out);
     }
     if (m.bias)
         for (int i = 0; i < count; i++) {

@@ -10,7 +10,7 @@
 namespace hs {
 
 // Rounded inputs of some tokens. A group's 32 numbers of all tokens lie side by side, then the next group's, so that a
-// product with several tokens reads from end to end. FLOAT matrices read ``exact`` instead.
+// product with several tokens reads from end to end. Matrices that are not rounded read ``exact`` instead.
 struct Inputs {
     int8_t* numbers;   // [width / 32, rows, 32]
     float* scales;     // [width / 32, rows]
@@ -135,14 +135,23 @@ HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inp
         for (int i = 0; i < W; i++) out[i] = sums[i];
 }
 
-// The same for float weights: T tokens at once.
-template <int W, int T>
+// 16 outputs' weights for input k of a tile that is not rounded.
+template <int KIND> HS_INLINE vf exact_weights(const uint8_t* tile, int k) {
+    if (KIND == FLOAT) return load((const float*)tile + (size_t)k * LANES);
+    const uint16_t* p = (const uint16_t*)tile + (size_t)k * LANES;
+    return KIND == HALF ? load_half(p) : load_bfloat(p);
+}
+
+// The same for float weights: T tokens at once, an output's products added up one input after the other.
+template <int KIND, int W, int T>
 HS_INLINE void float_product(const uint8_t* data, size_t stride, int inputs, const Inputs& in, vf* out, int apart) {
     vf sums[W * T];
     for (int i = 0; i < W * T; i++) sums[i] = splat(0.0f);
     for (int k = 0; k < inputs; k++)
         for (int w = 0; w < W; w++) {
-            const vf weight = load((const float*)(data + stride * w) + (size_t)k * LANES);
+            constexpr int line = KIND == FLOAT ? 1 : 2;  // inputs of a cache line
+            if (k % line == 0) __builtin_prefetch(data + stride * w + 64 * (size_t)(k / line) + AHEAD);
+            const vf weight = exact_weights<KIND>(data + stride * w, k);
             for (int t = 0; t < T; t++)
                 sums[w * T + t] = fma(weight, splat(in.exact[(size_t)t * in.width + k]), sums[w * T + t]);
         }
