@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from headstart.machine.cpu import build
 from headstart.machine.cpu import plan as plan_module
 from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
-from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
+from headstart.machine.cpu.packed import EXACT, load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.maths.tree import Topology
 from headstart.testing import TINY_VOCABULARY, tiny_model
@@ -87,7 +87,7 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float32", "bfloat16", "float16"])
 def test_products_are_those_of_the_unpacked_numbers(kind: str, level: str) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(80, 96, generator=generator)
@@ -96,13 +96,15 @@ def test_products_are_those_of_the_unpacked_numbers(kind: str, level: str) -> No
     x[2] = 0.0
     record, _memory = packed_matrix(weight, kind, level)
     exact = unpacked(record, level)
-    steps = {"int8": 1 / 127, "int4": 1 / 15, "float32": 0.0}
-    assert (exact - weight).abs().max() <= steps[kind] * weight.abs().max() + 1e-3 * (kind != "float32")
-    expected = (x if kind == "float32" else rounded(x)).double() @ exact.T.double()
+    if kind in EXACT:
+        assert torch.equal(exact, weight.to(getattr(torch, kind)).float())
+    else:
+        assert (exact - weight).abs().max() <= weight.abs().max() / {"int8": 127, "int4": 15}[kind] + 1e-3
+    expected = (x if kind in EXACT else rounded(x)).double() @ exact.T.double()
     assert torch.allclose(product(record, x, level).double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float32", "bfloat16", "float16"])
 def test_a_tokens_product_has_the_same_bits_in_any_company(kind: str, level: str) -> None:
     generator = torch.Generator().manual_seed(1)
     record, _memory = packed_matrix(torch.randn(144, 64, generator=generator), kind, level)
@@ -159,7 +161,7 @@ def test_broken_numbers_stay_visible(level: str) -> None:
 def test_a_decoder_is_the_hugging_face_model(family: str) -> None:
     with torch.no_grad():
         expected = model(family)(torch.tensor([TEXT])).logits[0]
-    for kind, limit in (("float32", 0.01), ("int8", 0.08), ("int4", 0.6)):
+    for kind, limit in (("float32", 1e-5), ("float16", 1e-3), ("bfloat16", 0.02), ("int8", 0.08), ("int4", 0.6)):
         found = runner(family, kind).forward(slice(1, 2), torch.tensor([TEXT]), [0])[0]
         assert found.shape == expected.shape
         error = (found - expected).square().mean().sqrt() / expected.std()
@@ -167,7 +169,7 @@ def test_a_decoder_is_the_hugging_face_model(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "bfloat16"])
 def test_no_logit_depends_on_the_company(family: str, kind: str) -> None:
     """One pass over the text; token by token; with rejected drafts; in ragged rows; as a branch of a tree; on two
     threads: the same bits."""

@@ -57,7 +57,7 @@ def test_the_sets_are_different_code() -> None:
     assert told.get("avx2", "AVX2") == "AVX2"
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("level", OTHERS)
 def test_products(kind: str, level: str) -> None:
     generator = torch.Generator().manual_seed(3)
