@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from headstart.machine.cpu import build
 from headstart.machine.cpu import plan as plan_module
 from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
-from headstart.machine.cpu.packed import EXACT, load_packed, pack_model, save_packed, why_not
+from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
+from headstart.machine.cpu.plan import EXACT
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.maths.tree import Topology
 from headstart.testing import TINY_VOCABULARY, tiny_model

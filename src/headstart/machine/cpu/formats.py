@@ -2,7 +2,7 @@
 
 Knows: which kind holds which way's numbers exactly, and how to pack rows of any. Does not know: files, models.
 
-What no kind keeps exactly becomes int8: floats, and Q5_1, lose a little by it. Whoever asks is told, and says so.
+What no kind keeps exactly becomes int8: Q5_1, which loses a little by it. Whoever asks is told, and says so.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["as_floats", "kind_for", "known", "pack_rows", "row_bytes"]
 
 #: way -> its number in GGUF, inputs of a block, bytes of a block, and the kind that keeps it ("": none does)
 _WAYS = {
-    "F32": (0, 1, 4, ""),
-    "F16": (1, 1, 2, ""),
-    "BF16": (30, 1, 2, ""),
+    "F32": (0, 1, 4, "float32"),
+    "F16": (1, 1, 2, "float16"),
+    "BF16": (30, 1, 2, "bfloat16"),
     "Q4_0": (2, 32, 18, "int4"),
     "Q4_1": (3, 32, 20, "int4"),
     "Q5_0": (6, 32, 22, "int8"),

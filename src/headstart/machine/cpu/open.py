@@ -95,7 +95,9 @@ def open_packed(
 def described(report: Capability, packed: Packed, *, own: bool = False) -> Capability:
     """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names."""
     kind = packed.plan.kind
-    if own:
+    if packed.plan.exact:
+        note = f"weights are {kind}, as they are; nothing is rounded: activations, keys and values are float32"
+    elif own:
         note = (
             "activations are rounded to 8 bits for each token; speculation is lossless with respect to this model; "
             "dtype='float32' spells the weights out and rounds nothing"
@@ -107,7 +109,7 @@ def described(report: Capability, packed: Packed, *, own: bool = False) -> Capab
         )
     return replace(
         report,
-        dtype=report.dtype if own else kind,
+        dtype=report.dtype if own and not packed.plan.exact else kind,
         device="cpu",
         bytes=packed.bytes,
         notes=(*report.notes, note),

@@ -25,9 +25,10 @@ from ..slab_layer import LINE
 from ..stored import Rows
 from .library import KINDS, kernels
 
-__all__ = ["GROUP", "LANES", "Matrix", "Plan", "plan_from", "plan_of", "plan_text", "why_not"]
+__all__ = ["EXACT", "GROUP", "LANES", "Matrix", "Plan", "plan_from", "plan_of", "plan_text", "why_not"]
 
 LANES, GROUP = 16, 32
+EXACT = ("float32", "bfloat16", "float16")  # kinds that keep a float's numbers as they are
 PARTS = frozenset({"norms its heads", "has sliding windows", "turns some channels only"})  # see ``parts_of``
 _QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
 
@@ -81,6 +82,11 @@ class Plan:
     @property
     def layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def exact(self) -> bool:
+        """Nothing is rounded: neither weights nor activations, keys and values."""
+        return all(kind in EXACT for kind in (self.kind, self.table_kind, *self._others.values()))
 
     @property
     def queries(self) -> int:
@@ -185,7 +191,7 @@ def plan_of(model: nn.Module, kind: str) -> Plan:
     joined = [first.qkv_proj] if hasattr(first, "qkv_proj") else [first.q_proj, first.k_proj, first.v_proj]
     return Plan(
         kind=kind,
-        table_kind="float32" if kind == "float32" else "int8",
+        table_kind=kind if kind in EXACT else "int8",
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,

@@ -67,7 +67,7 @@ class CpuRunner(Watched, ModelRunner):
         self._pace = Pace(threads)
         self.slab = Slab(rows, max_len, margin=margin)
         self._watch_numbers: ctypes.Array[ctypes.c_int32] | None = None
-        like = torch.empty(1, plan.kv_heads, 1, plan.head_dim, dtype=plan.key_type)
+        like = torch.empty(1, plan.kv_heads, 1, plan.head_dim, dtype=torch.float32 if plan.exact else torch.float16)
         self.slab.allocate([(like, like)] * plan.layers)
         self._kernels = kernels()
         self._cosines, self._sines = _rotation(packed, self.slab.capacity)
@@ -107,7 +107,7 @@ class CpuRunner(Watched, ModelRunner):
             layers=plan.layers,
             positions=len(self._cosines),
             eps=plan.eps,
-            float_keys=int(plan.key_type == torch.float32),
+            float_keys=int(plan.exact),
             capacity=slab.capacity,
             row_stride=keys.stride(0),
             head_stride=keys.stride(1),

@@ -22,7 +22,7 @@ from ...errors import ModelRefused
 from ...types import Tell, silent
 from .. import gpu
 from ..cpu.build import why_not as no_kernels
-from ..cpu.open import can_round_draft, check_quantization, described, fall_back, open_packed
+from ..cpu.open import QUANTIZATIONS, can_round_draft, check_quantization, described, fall_back, open_packed
 from ..cpu.packed import Packed
 from ..cpu.packed import why_not as why_not_packed
 from ..cpu.runner import CpuRunner
@@ -126,17 +126,19 @@ def load_target(
     wish = _Wish(source, kind, dtype, revision, placement)
     if quantization == "auto" and wish.has_own_bits():
         wish = wish._replace(kind=OWN)
+    elif kind is None:
+        wish = wish._replace(kind=wish.unrounded())
     wish.prepare_kernels(tell)
     ready = wish.taken(tokenizer, tell) or wish.streamed(tokenizer, tell)
     if isinstance(ready, Opened):
         return ready
-    if wish.kind == OWN:
+    if quantization == "auto" and wish.has_own_bits():
         what = f"{Path(str(source)).name} runs in float32 on torch, several times slower than with its own bits"
         fall_back(what, str(ready))
         notes = (*notes, f"{what}: {ready}")
     loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
     loaded = _noted(loaded, *notes)
-    if isinstance(source, (str, Path)) and is_gguf(source) and kind is None and wish.kind != OWN:
+    if isinstance(source, (str, Path)) and is_gguf(source) and kind is None and not notes:
         loaded = _advised(loaded, read_header(Path(source).expanduser()))
     # Asked again: only now a model from the hub has all its files here.
     place = wish.place() if tokenizer is None and kind is not None else None
@@ -176,6 +178,8 @@ def load_draft(
     wish = _Wish(source, kind, dtype, None, placement)
     if quantization == "auto" and wish.has_own_bits():
         wish = wish._replace(kind=OWN)
+    elif kind is None:
+        wish = wish._replace(kind=wish.unrounded())
     wish.prepare_kernels(tell)
     ready = wish.taken(None, tell) or wish.streamed(None, tell)
     if isinstance(ready, Opened):
@@ -218,8 +222,7 @@ def _fastest(
         packed = open_packed(loaded, opened.quantization, probe=probe, threads=threads, packed=opened.packed, **sizes)
         if opened.packed is None and opened.place is not None:
             keep(opened.place, loaded, packed.packed)
-        own = opened.quantization == OWN
-        return packed, replace(loaded, report=described(loaded.report, packed.packed, own=own))
+        return packed, replace(loaded, report=described(loaded.report, packed.packed, own=opened.quantization == OWN))
     reason = gpu.reason_against(loaded.model)
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
@@ -257,7 +260,7 @@ class _Wish(NamedTuple):
     """A model, and how it is to be loaded."""
 
     source: str | Path | PreTrainedModel
-    kind: str | None  # of its weights: "int8", "int4", OWN, or None for floats
+    kind: str | None  # of its weights: "int8", "int4", OWN, "bfloat16", "float16", or None: on its own modules
     dtype: str | torch.dtype
     revision: str | None
     placement: dict[str, Any]
@@ -268,6 +271,19 @@ class _Wish(NamedTuple):
             return False
         path = Path(self.source).expanduser()
         return is_gguf(path) and path.is_file() and read_header(path).kind not in FLOATS
+
+    def unrounded(self) -> str | None:
+        """The kind of a model of floats whose numbers the CPU's kernels keep: OWN, or the name of the ``dtype`` that is
+        asked for. None: it runs on its own modules, as float32 does that is asked for by name."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in ("auto", "bfloat16", "float16") or not isinstance(self.source, (str, Path)):
+            return None
+        if not _on_cpu(self.placement):
+            return None
+        path = Path(self.source).expanduser()
+        if is_gguf(path):
+            return OWN if dtype == "auto" and path.is_file() and read_header(path).kind in FLOATS[:3] else None
+        return None if architecture(path, self.revision) not in CLASSES else OWN if dtype == "auto" else dtype
 
     def prepare_kernels(self, tell: Tell) -> None:
         """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
@@ -280,6 +296,8 @@ class _Wish(NamedTuple):
             return None
         if self.placement.get("trust_remote_code") or no_kernels() is not None:
             return None
+        if self.kind not in QUANTIZATIONS and not is_gguf(self.source):
+            return None  # floats are packed as fast as a copy is read
         token = self.placement.get("token")
         return place_for(self.source, self.kind, dtype=self.dtype, revision=self.revision, token=token)
 
@@ -300,7 +318,7 @@ class _Wish(NamedTuple):
         """The model packed tensor by tensor; else why it cannot be, or None where the ordinary way says more."""
         if self.kind is None or not isinstance(self.source, (str, Path)) or not _on_cpu(self.placement):
             return None
-        if str(self.dtype).removeprefix("torch.") not in ("auto", "float32"):
+        if str(self.dtype).removeprefix("torch.") not in ("auto", "float32", self.kind):
             return None  # rounded to that first, which only the ordinary way does
         if (missing := no_kernels()) is not None:
             return missing
@@ -308,7 +326,7 @@ class _Wish(NamedTuple):
         if path is not None and is_gguf(path) and path.is_file():
             found: Streamed | str | None = stream_gguf(path, self.kind, tell, tokenizer)
         else:
-            found = None if tokenizer is not None else self._from_folder(path, tell)
+            found = self._from_folder(path, tokenizer, tell)
         if found is None or isinstance(found, str):
             return found
         place = self.place() if tokenizer is None else None
@@ -318,7 +336,7 @@ class _Wish(NamedTuple):
             keep(place, found.loaded, found.packed)
         return Opened(found.loaded, self.kind, found.packed)
 
-    def _from_folder(self, path: Path | None, tell: Tell) -> Streamed | None:
+    def _from_folder(self, path: Path | None, tokenizer: PreTrainedTokenizerBase | None, tell: Tell) -> Streamed | None:
         assert isinstance(self.source, (str, Path))
         assert self.kind is not None
         remote = Remote(self.revision, self.placement.get("token"))
@@ -327,11 +345,13 @@ class _Wish(NamedTuple):
         if path is None:
             name = str(self.source)
             folder = snapshot(name, remote)
-            return None if folder is None else stream_folder(folder, self.kind, remote, tell, name=name)
+            if folder is None:
+                return None
+            return stream_folder(folder, self.kind, remote, tell, name=name, tokenizer=tokenizer)
         if not path.is_dir():
             return None
         check_folder(path)
-        return stream_folder(path, self.kind, remote, tell)
+        return stream_folder(path, self.kind, remote, tell, tokenizer=tokenizer)
 
 
 def _on_cpu(placement: dict[str, Any]) -> bool:

@@ -3,12 +3,13 @@
 Knows: which files hold which tensors, and which kind each matrix is packed as. Does not know: how rows are packed, when
 weights are rounded (``open``), or where packed copies are kept.
 
-"own" is the kind of a GGUF file that runs with the numbers it has: each matrix is then of the kind that keeps them.
+"own" is the kind of a model that runs with the numbers its files have: each matrix is then of the kind that keeps them.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -71,7 +72,7 @@ def stream_gguf(
         raise ModelRefused(f"{path} {error}") from error
     notes = _notes(header, kind, parts, plan)
     if kind == OWN:
-        plan = _own_plan(plan, parts, header)
+        plan = _own_plan(plan, parts)
     packed = _filled(plan, parts, path.name, tell)
     own = tokenizer if tokenizer is not None else read_tokenizer(path, model.config)
     report = capability(model, own)
@@ -81,10 +82,17 @@ def stream_gguf(
 
 
 def stream_folder(
-    folder: Path, kind: str, remote: Remote, tell: Tell = silent, *, name: str | None = None
+    folder: Path,
+    kind: str,
+    remote: Remote,
+    tell: Tell = silent,
+    *,
+    name: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Streamed | None:
     """The weights of a folder with safetensors packed as ``kind``. None if they are to be read in the ordinary way,
     which also knows what to say of whatever is wrong with them. ``name``: the model's on the hub, if it is from there.
+    ``tokenizer``: the one to use instead of the folder's.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,15 +111,17 @@ def stream_folder(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     weights = None if why_not(model) is not None else safetensors_in(paths)
-    plan = plan_of(model, kind) if weights is not None else None
+    plan = plan_of(model, "float32" if kind == OWN else kind) if weights is not None else None
     if weights is None or plan is None or plan.tied == ("lm_head.weight" in weights):
         return None
     try:
         parts = parts_from(plan, weights, HUGGING_FACE)
     except Unfit:
         return None
+    if kind == OWN:
+        plan = _own_plan(plan, parts)
     packed = _filled(plan, parts, name or folder.name, tell)
-    tokenizer = fetch_tokenizer(name or str(folder), remote)
+    tokenizer = tokenizer or fetch_tokenizer(name or str(folder), remote)
     generation = None
     if (folder / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(folder)
@@ -152,15 +162,15 @@ def _check_ways(path: Path, parts: Parts) -> None:
                 raise Unfit(f"is damaged: {name} has rows of {stored.shape[-1]} numbers, which {stored.kind} cannot")
 
 
-def _own_plan(plan: Plan, parts: Parts, header: Header) -> Plan:
+def _own_plan(plan: Plan, parts: Parts) -> Plan:
     """The plan with the kind for every matrix that keeps its numbers."""
-    kind, _ = kind_for(header.kind)
     kinds: dict[str, str] = {}
     for part, sources in parts.items():
         layer, _, key = part.rpartition(".")
         pieces = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "out": ("out",), "down": ("down",)}.get(key, ())
         for number, piece in enumerate(pieces):
             kinds[f"{layer}.{piece}"] = kind_for(sources[number % len(sources)].kind)[0]
+    kind = Counter(kinds.values()).most_common(1)[0][0]
     table = kind_for(parts["embedding"][0].kind)[0]
     others = {name: each for name, each in kinds.items() if each != kind}
     if not plan.tied and (head := kind_for(parts["head"][0].kind)[0]) != table:
