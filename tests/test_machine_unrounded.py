@@ -14,7 +14,7 @@ from headstart.testing import tiny_model
 
 needs_kernels = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2}
-TEXT = [5, 17, 3, 250, 9, 88, 41, 7, 100, 63, 12, 12, 200, 31]
+TEXT = [5, 17, 3, 50, 9, 88, 41, 7, 100, 63, 12, 12, 20, 31]
 
 
 def stored(path: Path, family: str, dtype: torch.dtype) -> Path:
