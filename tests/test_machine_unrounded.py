@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.machine.cpu import build
@@ -36,7 +37,8 @@ def test_a_folders_numbers_are_kept(tmp_path: Path, family: str, dtype: str) -> 
     assert any("nothing is rounded" in note for note in llm.report.notes)
     found = runner.forward(slice(0, 1), torch.tensor([TEXT]), [0])[0]
     with torch.no_grad():  # the same numbers, in float32
-        expected = tiny_model(family, **SIZES).to(getattr(torch, dtype)).float()(torch.tensor([TEXT])).logits[0]
+        same = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = same(torch.tensor([TEXT])).logits[0]
     assert torch.allclose(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
