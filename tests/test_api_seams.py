@@ -121,6 +121,7 @@ def test_cold_is_as_cold_as_just_loaded(draft: str) -> None:
     first = llm.generate(prompt, LONG)
     assert first.stats.cached_tokens == 0
     assert llm.generate(prompt, LONG).stats.cached_tokens == len(prompt) - 1
+    assert llm.stats.cached_tokens == len(prompt) - 1
     llm.generate(prompt, SamplingParams(seed=1, max_tokens=20, ignore_eos=True))
     assert learnt(controller) != learnt(fresh)
 

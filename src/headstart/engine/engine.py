@@ -321,6 +321,7 @@ class Engine:
             self.stats.finished += sequence.finish_reason in ("stop", "length")
             self.stats.aborted += sequence.finish_reason == "abort"
             self.stats.failed += sequence.finish_reason == "error"
+            self.stats.cached_tokens += sequence.tally.cached_tokens
             sequence.settled = True
         handle = self._handles.get(sequence.request.id)
         if handle is not None and all(s.settled for s in handle.sequences):

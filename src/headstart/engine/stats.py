@@ -72,7 +72,7 @@ class EngineStats(Accepting):
     catch_up_seconds: float = 0.0  # of these, the drafter's reading of what it lacked
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that were warm in the slab
     finished: int = 0
     aborted: int = 0
     failed: int = 0
