@@ -114,7 +114,8 @@ def _tokenizer(writer: gguf.GGUFWriter, like: Path, vocab_size: int) -> None:
 def write_gguf(path: Path, name: str, config: Any, tensors: Iterator[tuple[str, Tensor]], like: Path) -> None:
     """A GGUF file of a model in float16 (norms and biases: float32), tensor by tensor. ``like``: has the tokenizer."""
     with torch.device("meta"):
-        shapes = {n: p.shape for n, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    shapes = {n: p.shape for n, p in empty.named_parameters()}
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_name(name)
     _settings(writer, config)
