@@ -162,7 +162,7 @@ def test_broken_numbers_stay_visible(level: str) -> None:
 def test_a_decoder_is_the_hugging_face_model(family: str) -> None:
     with torch.no_grad():
         expected = model(family)(torch.tensor([TEXT])).logits[0]
-    for kind, limit in (("float32", 1e-5), ("float16", 1e-3), ("bfloat16", 0.02), ("int8", 0.08), ("int4", 0.6)):
+    for kind, limit in (("float32", 1e-5), ("float16", 4e-3), ("bfloat16", 0.04), ("int8", 0.08), ("int4", 0.6)):
         found = runner(family, kind).forward(slice(1, 2), torch.tensor([TEXT]), [0])[0]
         assert found.shape == expected.shape
         error = (found - expected).square().mean().sqrt() / expected.std()
