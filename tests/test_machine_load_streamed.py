@@ -137,6 +137,18 @@ def folder_of(folder: Path, family: str, dtype: torch.dtype, **more: Any) -> Pat
     return folder
 
 
+def in_two(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    places = {name: f"{'two' if i % 2 else 'one'}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in ("one.safetensors", "two.safetensors"):
+        save_file({name: weights[name] for name in weights if places[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def setting(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
 def test_a_folder_is_rounded_without_its_modules(
@@ -161,22 +173,34 @@ def test_a_folder_in_parts_and_one_that_lacks_some(tmp_path: Path) -> None:
     assert whole is not None
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names = sorted(weights)
-    places = {name: f"{'two' if i % 2 else 'one'}.safetensors" for i, name in enumerate(names)}
-    for file in ("one.safetensors", "two.safetensors"):
-        save_file({n: weights[n] for n in names if places[n] == file}, folder / file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    in_two(folder, weights)
     found = stream_folder(folder, "int8", Remote())
     assert found is not None
     assert torch.equal(found.packed.data, whole.packed.data)
-    del weights[names[0]], weights[names[1]]
-    for file in ("one.safetensors", "two.safetensors"):
-        kept = {n: weights[n] for n in weights if places[n] == file}
-        save_file(kept, folder / file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": {n: places[n] for n in weights}})
-    )
-    with pytest.raises(ModelRefused, match="lacks weights that LlamaForCausalLM needs"):
+    del weights["model.norm.weight"]
+    in_two(folder, weights)
+    with pytest.raises(ModelRefused, match=r"lacks weights that LlamaForCausalLM needs, such as model\.norm"):
+        opened(folder, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "two.safetensors").write_bytes(b""), "two.safetensors is damaged or cut short"),
+        (
+            lambda folder: (folder / "two.safetensors").write_bytes((folder / "one.safetensors").read_bytes()[:900]),
+            "two.safetensors is damaged or cut short",
+        ),
+        (lambda folder: setting(folder, hidden_size="many"), "hidden_size"),
+        (lambda folder: setting(folder, num_hidden_layers=3), "lacks weights that LlamaForCausalLM needs"),
+    ],
+)
+def test_damage_is_told_as_ever(damage: Any, told: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "llama", torch.bfloat16)
+    in_two(folder, load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    damage(folder)
+    with pytest.raises(ModelRefused, match=told):
         opened(folder, quantization="int8")
 
 

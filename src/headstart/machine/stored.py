@@ -70,7 +70,10 @@ def safetensors_in(paths: Mapping[str, Path]) -> dict[str, Stored] | None:
     """The tensors of safetensors files. ``paths``: which file holds which tensor. None if a file is not as it should
     be, or holds numbers of other types: whoever reads it in the ordinary way says what is wrong."""
     found: dict[str, Stored] = {}
-    files = {path: MappedFile(path) for path in dict.fromkeys(paths.values())}
+    try:
+        files = {path: MappedFile(path) for path in dict.fromkeys(paths.values())}
+    except (OSError, ValueError):  # one is empty, or may not be read
+        return None
     for path, file in files.items():
         header = _header(file.bytes)
         if header is None:

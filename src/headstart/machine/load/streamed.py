@@ -99,17 +99,16 @@ def stream_folder(
     paths = _weight_files(folder)
     if paths is None:
         return None
-    with quiet():
-        try:
+    try:
+        with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(folder, **remote.options)
-        except Exception:  # said by whoever reads it next
-            return None
-        family = model_class(config)
-        if family is None or family.__name__ not in CLASSES or hasattr(config, "quantization_config"):
-            return None
-        refuse(refusals(config, family))
-        with torch.device("meta"):
+            family = model_class(config)
+            if family is None or family.__name__ not in CLASSES or hasattr(config, "quantization_config"):
+                return None
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception:  # a damaged configuration raises anything; what, is said by whoever reads it next
+        return None
+    refuse(refusals(config, family))
     weights = None if why_not(model) is not None else safetensors_in(paths)
     plan = plan_of(model, "float32" if kind == OWN else kind) if weights is not None else None
     if weights is None or plan is None or plan.tied == ("lm_head.weight" in weights):
