@@ -36,7 +36,8 @@ from peers_load import loads
 
 from headstart import LLM, SamplingParams
 from headstart.machine.load.embedded import embedded_folder
-from headstart.maths.cost import CostModel
+from headstart.maths.cost import CostModel, best_length
+from headstart.types import Round
 
 TARGET, DRAFT, WIDE_VOCABULARY = (f"grown-{name}-Q4_K_M.gguf" for name in ("1.5b", "0.5b", "1.5b-152k"))
 WIDTHS = list(range(1, 17))
@@ -232,6 +233,13 @@ def step_seconds(runner: Any, repeats: int) -> float:
     return median(seconds)
 
 
+def count_verdicts(count: Counter[str], rounds: Sequence[Round]) -> None:
+    """For alpha: drafted tokens that were accepted, and those that were looked at, up to the first rejected one."""
+    for each in rounds:
+        count["accepted"] += each.accepted
+        count["judged"] += each.accepted + (each.accepted < each.drafted)
+
+
 def drafted(bench: Bench) -> dict[str, Any]:
     target = bench.file(TARGET)
     llms = {
@@ -239,6 +247,8 @@ def drafted(bench: Bench) -> dict[str, Any]:
         "135M draft": bench.ours(target, embedded_folder()),
     }
     counts = {name: Counter[str]() for name in llms}
+    for name, llm in llms.items():
+        llm.listen(partial(count_verdicts, counts[name]))
     first = next(iter(llms.values()))
     peer = bench.llama(target)
     systems = {"headstart plain": timed(first, speculate=False), "llama.cpp": peer}
@@ -247,28 +257,27 @@ def drafted(bench: Bench) -> dict[str, Any]:
     peer.close()
     found: dict[str, Any] = {"headstart plain": show(runs, "headstart plain", "llama.cpp")}
     for name, llm in llms.items():
-        stats, drafter = llm.stats, llm.engine.parts.drafter
-        alpha, inactive = stats.acceptance_rate, llm.engine.inactive_reason
-        runner = getattr(drafter, "runner", None)
+        runner = getattr(llm.engine.parts.drafter, "runner", None)  # None: nobody drafts any more
+        alpha = counts[name]["accepted"] / max(1, counts[name]["judged"])
         v = curve([our_widths(llm) for _ in range(6)][1:])
         one = step_seconds(llm.engine.parts.runner, 15)
         c = step_seconds(runner, 15) / one if runner is not None else 0.0
         cost = CostModel(c=c, v=v)
-        gamma = cost.best_gamma(len(v) - 1, alpha)
+        predicted = [cost.speedup(gamma, alpha) for gamma in range(llm.config.draft.most + 1)]
         found[name] = show(runs, name, "llama.cpp") | {
             "over_headstart_plain": show(runs, name, "headstart plain")["median"],
-            "predicted_over_headstart_plain": cost.speedup(gamma, alpha),
-            "predicted_gamma": gamma,
+            "predicted_over_headstart_plain": max(predicted),
+            "predicted_gamma": best_length(predicted),
             "alpha": alpha,
             "tau": counts[name]["tokens"] / max(1, counts[name]["rounds"]),
             "c": c,
             "v": v,
             "drafts_weights": str(getattr(getattr(runner, "packed", None), "kind", "")) or None,
-            "inactive_reason": inactive,
+            "inactive_reason": llm.engine.inactive_reason,
         }
         log(
             f"drafted, {name}: {found[name]['median']:.2f}x llama.cpp, alpha {alpha:.3f}, "
-            f"{found[name]['over_headstart_plain']:.2f}x plain (predicted {cost.speedup(gamma, alpha):.2f}), c {c:.2f}"
+            f"{found[name]['over_headstart_plain']:.2f}x plain (predicted {max(predicted):.2f}), c {c:.2f}"
         )
     return found
 
