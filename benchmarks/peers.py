@@ -24,13 +24,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import KINDS, geometric_mean, median
+from common import KINDS, geometric_mean, interval, median
 
 from headstart.machine.load.embedded import cache_folder, embedded_folder
 
@@ -220,6 +220,23 @@ def race(
                 runs[name].setdefault(kind, []).append(systems[name](ids, tokens))
         after_kind(_raw(runs))
     return {name: runs[name] for name in names}
+
+
+def turns(systems: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
+    """What each system says, one after the other, each time another one first."""
+    names = list(systems)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(count):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            time.sleep(REST)
+            found[name].append(systems[name]())
+    return found
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """The median of the turns' own ratios, and where it lies with 95%."""
+    each = [a / b for a, b in zip(above, below, strict=True)]
+    return {"median": median(each), "interval": interval(each), "turns": len(each)}
 
 
 def _raw(runs: Mapping[str, Mapping[str, list[Run]]]) -> dict[str, Any]:

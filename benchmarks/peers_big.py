@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import KINDS, RESULTS, as_json, interval, log, machine, median, prompts
+from common import KINDS, RESULTS, as_json, log, machine, median, prompts
 from cpu import timed
-from peers import REST, Peer, Run, race, speeds, wheel_gguf
+from peers import REST, Peer, Run, race, ratio, speeds, turns, wheel_gguf
 from peers_load import loads
 
 from headstart import LLM, SamplingParams
@@ -87,23 +87,6 @@ class Bench:
             systems, {KINDS[0]: list(lines)}, {KINDS[0]: lengths}, lambda _: None, {}
         )
         return found
-
-
-def turns(systems: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """What each system says, one after the other, each time another one first."""
-    names = list(systems)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(count):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            time.sleep(REST)
-            found[name].append(systems[name]())
-    return found
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    """The median of the turns' own ratios, and where it lies with 95%."""
-    each = [a / b for a, b in zip(above, below, strict=True)]
-    return {"median": median(each), "interval": interval(each), "turns": len(each)}
 
 
 def read_speed(size: int, repeats: int) -> float:
