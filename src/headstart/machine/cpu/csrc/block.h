@@ -2,13 +2,13 @@
 //
 // Knows: the dot-product instructions of each kind of processor. Does not know: scales, tokens, tiles.
 //
-// ``unpack`` takes a group's numbers from memory. ``dot`` finds their sums of products with 32 numbers of a token, one
-// vector for each tile; ``dots`` finds those of inputs 0 .. 15 and 16 .. 31 apart (Q6_K, whose scales are of 16 inputs).
+// ``unpack`` takes a group's numbers from memory. ``dot`` finds their sums of products with 32 numbers of each of N tokens:
+// found[t][i] for tile i; ``dots`` finds those of inputs 0 .. 15 and 16 .. 31 apart (Q6_K, whose scales are of 16 inputs).
 // Sums are whole numbers of less than 2^24, so that floats hold them exactly: every branch gives the same bits.
 // ``offset``: what makes up for numbers that are kept without a sign, see ``Inputs``.
 //
 // Several tiles at once, because a token's numbers are then loaded once for all of them: cores multiply faster than they
-// load.
+// load. Several tokens at once, because a sum has to wait for its last step: others are taken in turns with it.
 #pragma once
 #include "layout.h"
 
@@ -56,24 +56,32 @@ template <int W> struct Block {
             }
         }
     }
-    HS_INLINE void some(const int8_t* a, int from, int to, __m512i* s) const {  // quads from .. to - 1
-        for (int j = from; j < to; j++) {
-            const __m512i x = in_all_lanes((const four_numbers*)a + j);
-            for (int i = 0; i < W; i++) s[i] = _mm512_dpbusd_epi32(s[i], w[i][j], x);
-        }
+    // s += products of quads FROM .. TO - 1.
+    template <int FROM, int TO, int N> HS_INLINE void some(const int8_t* a, __m512i (*s)[W]) const {
+        for (int j = FROM; j < TO; j++)
+            for (int t = 0; t < N; t++) {
+                const __m512i x = in_all_lanes((const four_numbers*)(a + GROUP * t) + j);
+                for (int i = 0; i < W; i++) s[t][i] = _mm512_dpbusd_epi32(s[t][i], w[i][j], x);
+            }
     }
-    template <int KIND> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf* found) const {
-        __m512i s[W];
-        for (int i = 0; i < W; i++) s[i] = KIND == INT8 ? _mm512_set1_epi32(*offset) : _mm512_setzero_si512();
-        some(a, 0, 8, s);
-        for (int i = 0; i < W; i++) found[i] = (vf)_mm512_cvtepi32_ps(s[i]);
+    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
+        __m512i s[N][W];
+        for (int t = 0; t < N; t++)
+            for (int i = 0; i < W; i++) s[t][i] = KIND == INT8 ? _mm512_set1_epi32(offset[t]) : _mm512_setzero_si512();
+        some<0, 8, N>(a, s);
+        for (int t = 0; t < N; t++)
+            for (int i = 0; i < W; i++) found[t][i] = (vf)_mm512_cvtepi32_ps(s[t][i]);
     }
-    HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf* first, vf* second) const {
-        __m512i s[W], t[W];
-        for (int i = 0; i < W; i++) s[i] = _mm512_set1_epi32(offset[0]), t[i] = _mm512_set1_epi32(offset[1]);
-        some(a, 0, 4, s);
-        some(a, 4, 8, t);
-        for (int i = 0; i < W; i++) first[i] = (vf)_mm512_cvtepi32_ps(s[i]), second[i] = (vf)_mm512_cvtepi32_ps(t[i]);
+    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
+        __m512i s[N][W], u[N][W];
+        for (int t = 0; t < N; t++)
+            for (int i = 0; i < W; i++)
+                s[t][i] = _mm512_set1_epi32(offset[2 * t]), u[t][i] = _mm512_set1_epi32(offset[2 * t + 1]);
+        some<0, 4, N>(a, s);
+        some<4, 8, N>(a, u);
+        for (int t = 0; t < N; t++)
+            for (int i = 0; i < W; i++)
+                first[t][i] = (vf)_mm512_cvtepi32_ps(s[t][i]), second[t][i] = (vf)_mm512_cvtepi32_ps(u[t][i]);
     }
 };
 
@@ -128,7 +136,7 @@ template <int W> struct Block {
             for (int i = 0; i < W; i++) s[i] = _mm256_add_epi32(s[i], _mm256_madd_epi16(pairs[i], ones));
         }
     }
-    template <int KIND> HS_INLINE void dot(const int8_t* a, const int32_t*, vf* found) const {
+    template <int KIND> HS_INLINE void dot_one(const int8_t* a, const int32_t*, vf* found) const {
         union Halves { vf v; __m256 h[2]; };
         for (int half = 0; half < 2; half++) {
             __m256i s[W];
@@ -136,7 +144,7 @@ template <int W> struct Block {
             for (int i = 0; i < W; i++) ((Halves*)(found + i))->h[half] = _mm256_cvtepi32_ps(s[i]);
         }
     }
-    HS_INLINE void dots(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
+    HS_INLINE void dots_one(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
         union Halves { vf v; __m256 h[2]; };
         for (int half = 0; half < 2; half++)
             for (int part = 0; part < 2; part++) {
@@ -147,6 +155,12 @@ template <int W> struct Block {
                     ((Halves*)((part ? second : first) + i))->h[half] = _mm256_cvtepi32_ps(s[i]);
                 }
             }
+    }
+    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
+        for (int t = 0; t < N; t++) dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
+    }
+    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
+        for (int t = 0; t < N; t++) dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
     }
 };
 
@@ -184,7 +198,7 @@ template <int W> struct Block {
         s = vdotq_laneq_s32(s, w[4 * from + 8 + q], a, 2);
         return vdotq_laneq_s32(s, w[4 * from + 12 + q], a, 3);
     }
-    template <int KIND> HS_INLINE void dot(const int8_t* a, const int32_t*, vf* found) const {
+    template <int KIND> HS_INLINE void dot_one(const int8_t* a, const int32_t*, vf* found) const {
         const int8x16_t x = vld1q_s8(a), y = vld1q_s8(a + 16);
         for (int i = 0; i < W; i++) {
             Quarters s;
@@ -192,7 +206,7 @@ template <int W> struct Block {
             found[i] = s.v;
         }
     }
-    HS_INLINE void dots(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
+    HS_INLINE void dots_one(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
         const int8x16_t x = vld1q_s8(a), y = vld1q_s8(a + 16);
         for (int i = 0; i < W; i++) {
             Quarters s, t;
@@ -203,6 +217,12 @@ template <int W> struct Block {
             first[i] = s.v;
             second[i] = t.v;
         }
+    }
+    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
+        for (int t = 0; t < N; t++) dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
+    }
+    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
+        for (int t = 0; t < N; t++) dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
     }
 };
 
@@ -232,11 +252,17 @@ template <int W> struct Block {
         memcpy(&v, s, sizeof v);
         return __builtin_convertvector(v, vf);
     }
-    template <int KIND> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf* found) const {
+    template <int KIND> HS_INLINE void dot_one(const int8_t* a, const int32_t* offset, vf* found) const {
         for (int i = 0; i < W; i++) found[i] = some(w[i], a, KIND == INT8 ? *offset : 0, 0, 8);
     }
-    HS_INLINE void dots(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
+    HS_INLINE void dots_one(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
         for (int i = 0; i < W; i++) first[i] = some(w[i], a, offsets[0], 0, 4), second[i] = some(w[i], a, offsets[1], 4, 8);
+    }
+    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
+        for (int t = 0; t < N; t++) dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
+    }
+    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
+        for (int t = 0; t < N; t++) dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
     }
 };
 

@@ -79,11 +79,12 @@ struct Forward {
         }
     }
 
-    int wide() const { return tokens > MOST_TOKENS ? MOST_TILES : 2; }  // tiles of a piece
+    // Tiles of a piece: many, where every thread still gets several pieces.
+    int wide(const Matrix& matrix) const { return matrix.tiles() >= 8 * MOST_TILES * pool.size() ? MOST_TILES : 2; }
 
     // x += product: the residual stream.
     void add(const Matrix& matrix, const Inputs& in, const Turn& turn) const {
-        shared_product(matrix, in, tokens, wide(), turn, [&](int tile, int token, vf v) {
+        shared_product(matrix, in, tokens, wide(matrix), turn, [&](int tile, int token, vf v) {
             float* to = stream(token) + tile * LANES;
             store(to, load(to) + v);
         });
@@ -116,8 +117,8 @@ struct Forward {
     // Ask for the first weights that a thread will read in a later phase, while it waits for the others.
     void ask_for(const Matrix& matrix, int tile) const {
         if (!matrix.data || tile >= matrix.tiles()) return;
-        for (int i = 0; i < 2; i++)
-            for (size_t line = 0; line < AHEAD; line += 64) __builtin_prefetch(matrix.tile(tile) + matrix.tile_bytes() * i + line);
+        for (int i = 0; i < MOST_TILES && tile + i < matrix.tiles(); i++)
+            for (size_t line = 0; line < AHEAD; line += 64) __builtin_prefetch(matrix.tile(tile + i) + line);
     }
     void ask_for_layer(int l, const Turn& turn) const {
         if (l == m.layers) return ask_for(m.head, turn.first((m.head.tiles() + MOST_TILES - 1) / MOST_TILES) * MOST_TILES);
@@ -129,7 +130,10 @@ struct Forward {
     void run(int thread) const {
         Share* share = room.shares.data();
         const auto turn = [&] { return Turn{room.runs, thread, (int)(share - room.shares.data())}; };
-        const auto tile = [&](const Matrix& matrix) { return turn().first((matrix.tiles() + wide() - 1) / wide()) * wide(); };
+        const auto tile = [&](const Matrix& matrix) {
+            const int each = wide(matrix);
+            return turn().first((matrix.tiles() + each - 1) / each) * each;
+        };
         room.runs.reset(thread);
         for (int t; (t = share->take()) < tokens;) unpack_row(m.embedding, (int)c.tokens[t], stream(t));
         ask_for_layer(0, turn());

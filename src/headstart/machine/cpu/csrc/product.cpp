@@ -11,15 +11,15 @@ template <int KIND>
 static void run(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
     const size_t stride = m.tile_bytes();
     const int blocks = m.blocks();
-    for (int i = 0; i < count; i += 2) {
+    for (int i = 0; i < count;) {
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;
-        if (count - i == 1)
-            product<KIND, 1, false>(p, stride, blocks, in, tokens, to);
-        else if (tokens == 1)
-            product<KIND, 2, true>(p, stride, blocks, in, tokens, to);
+        if (count - i >= 4)
+            product<KIND, 2, 4>(p, stride, blocks, in, tokens, to), i += 4;
+        else if (count - i >= 2)
+            product<KIND, 2, 2>(p, stride, blocks, in, tokens, to), i += 2;
         else
-            product<KIND, 2, false>(p, stride, blocks, in, tokens, to);
+            product<KIND, 1, 1>(p, stride, blocks, in, tokens, to), i += 1;
     }
 }
 

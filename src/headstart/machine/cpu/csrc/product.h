@@ -56,21 +56,30 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
     to.halves[2 * at + 1] = -32 * second;
 }
 
-// A group's scales for its 16 outputs, exactly (a half times a byte is a float).
+// A block's scales for its 16 outputs, those that all its groups share.
+template <int KIND> struct Shared {
+    vf scale, least;
+
+    HS_INLINE void from(const uint8_t* p) {  // where the block's scales begin
+        if (!by_256(KIND)) return;
+        scale = load_half((const uint16_t*)(p + 256));
+        if (KIND != Q6_K) least = -load_half((const uint16_t*)(p + 288));
+    }
+};
+
+// A group's scales, exactly (a half times a byte is a float).
 template <int KIND> struct Scales {
     vf scale, least, first, second;
 
-    Scales() = default;
-    // ``p``: where the block's scales begin; ``g``: number of the group in the block.
-    HS_INLINE Scales(const uint8_t* p, int g) {
+    HS_INLINE void from(const Shared<KIND>& all, const uint8_t* p, int g) {  // ``g``: number of the group in the block
         if (KIND == INT8 || KIND == INT4) scale = load_half((const uint16_t*)p);
         if (KIND == INT4) least = load_half((const uint16_t*)(p + 32));
         if (KIND == Q4_K || KIND == Q5_K) {
-            scale = load_half((const uint16_t*)(p + 256)) * load_bytes(p + LANES * g);
-            least = -load_half((const uint16_t*)(p + 288)) * load_bytes(p + 128 + LANES * g);
+            scale = all.scale * load_bytes(p + LANES * g);
+            least = all.least * load_bytes(p + 128 + LANES * g);
         }
         if (KIND == Q6_K) {
-            scale = load_half((const uint16_t*)(p + 256));
+            scale = all.scale;
             first = load_bytes((const int8_t*)p + 2 * LANES * g);
             second = load_bytes((const int8_t*)p + 2 * LANES * g + LANES);
         }
@@ -81,58 +90,59 @@ constexpr int MOST_TILES = 4;    // tiles of one call
 constexpr int MOST_TOKENS = 64;  // tokens of one call
 constexpr size_t AHEAD = 4096;   // bytes that weights are asked for before they are needed
 
-// A group's products with a token: sums[i] += tile i's part. Whole numbers inside a group, groups in order.
-template <int KIND, int W>
-HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const Inputs& in, size_t at, vf* sums) {
-    const int8_t* a = in.numbers + at * GROUP;
-    vf dot[W], second[W];
+// A group's products with N tokens, from ``at`` on: tile i's part is added to out[i * tokens + t]. Whole numbers inside a
+// group, groups in order.
+template <int KIND, int W, int N>
+HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const Inputs& in, size_t at, int tokens, vf* out) {
+    vf dot[N][W], second[N][W];
     if (KIND == Q6_K)
-        numbers.dots(a, in.halves + 2 * at, dot, second);
+        numbers.template dots<N>(in.numbers + at * GROUP, in.halves + 2 * at, dot, second);
     else
-        numbers.template dot<KIND>(a, in.offsets + at, dot);
-    const vf scale = splat(in.scales[at]), total = splat(in.totals[at]);
-    for (int i = 0; i < W; i++) {
-        if (KIND == Q6_K) dot[i] = fma(second[i], own[i].second, dot[i] * own[i].first);  // exact, too
-        sums[i] = fma(dot[i], own[i].scale * scale, sums[i]);
-        if (KIND != INT8 && KIND != Q6_K) sums[i] = fma(own[i].least, total, sums[i]);
+        numbers.template dot<KIND, N>(in.numbers + at * GROUP, in.offsets + at, dot);
+    for (int t = 0; t < N; t++) {
+        const vf scale = splat(in.scales[at + t]), total = splat(in.totals[at + t]);
+        for (int i = 0; i < W; i++) {
+            if (KIND == Q6_K) dot[t][i] = fma(second[t][i], own[i].second, dot[t][i] * own[i].first);  // exact, too
+            vf s = fma(dot[t][i], own[i].scale * scale, out[i * tokens + t]);
+            if (KIND != INT8 && KIND != Q6_K) s = fma(own[i].least, total, s);
+            out[i * tokens + t] = s;
+        }
     }
 }
 
-// W tiles (``stride`` bytes apart) times ``tokens`` tokens: out[i * tokens + t] is tile i's 16 outputs for token t. W tiles
-// are W streams of memory: what is asked for behind a tile's end is the stream's next tile. Sums are kept in ``out``, so
-// that the registers hold the weights, unless there is but ONE token.
-template <int KIND, int W, bool ONE>
+// ``tiles`` tiles (``stride`` bytes apart), W at a time, times ``tokens`` tokens: out[i * tokens + t] is tile i's 16 outputs
+// for token t. Tiles are streams of memory, which a core reads faster together than one by one: what is asked for behind a
+// tile's end is the stream's next tile. Sums are kept in ``out``, so that the registers hold the weights.
+template <int KIND, int W, int TILES>
 HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
-    vf sums[W];
-    for (int i = 0; i < W; i++) sums[i] = splat(0.0f);
-    if (!ONE)
-        for (int i = 0; i < W * tokens; i++) out[i] = splat(0.0f);
+    constexpr int MOST = KIND == Q6_K ? 1 : 4;  // tokens at once: as many as there are registers for
+    constexpr size_t PART = block_bytes(KIND) / block_groups(KIND);
+    for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
     size_t at = 0;  // the group's place among the inputs
-    for (int b = 0; b < blocks; b++)
-        for (int g = 0; g < block_groups(KIND); g++, at += in.rows) {
-            Block<W> numbers;
-            Scales<KIND> own[W];
-            for (int i = 0; i < W; i++) {
-                const uint8_t* block = data + stride * i + block_bytes(KIND) * b;
-                const size_t part = block_bytes(KIND) / block_groups(KIND), from = block_bytes(KIND) * b + part * g + AHEAD;
-                const uint8_t* ahead = data + stride * i + from + (from < stride ? 0 : stride * (W - 1));
-                for (size_t line = 0; line < part; line += 64) __builtin_prefetch(ahead + line);
-                numbers.template unpack<KIND>(i, block + group_bytes(KIND) * g);
-                own[i] = Scales<KIND>(block + scales_at(KIND), g);
-            }
-            if (ONE) {
-                add_group<KIND, W>(numbers, own, in, at, sums);
-                continue;
-            }
+    for (int b = 0; b < blocks; b++) {
+        Shared<KIND> shared[TILES];
+        for (int i = 0; i < TILES; i++) shared[i].from(data + stride * i + block_bytes(KIND) * b + scales_at(KIND));
+        for (int g = 0; g < block_groups(KIND); g++, at += in.rows)
+            for (int first = 0; first < TILES; first += W) {
+                Block<W> numbers;
+                Scales<KIND> own[W];
+                for (int i = 0; i < W; i++) {
+                    const uint8_t *tile = data + stride * (first + i), *block = tile + block_bytes(KIND) * b;
+                    const size_t from = block_bytes(KIND) * b + PART * g + AHEAD;
+                    const uint8_t* ahead = tile + from + (from < stride ? 0 : stride * (TILES - 1));
+                    for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + line);
+                    numbers.template unpack<KIND>(i, block + group_bytes(KIND) * g);
+                    own[i].from(shared[first + i], block + scales_at(KIND), g);
+                }
+                vf* to = out + first * tokens;
+                int t = 0;
 #pragma GCC unroll 1
-            for (int t = 0; t < tokens; t++) {
-                for (int i = 0; i < W; i++) sums[i] = out[i * tokens + t];
-                add_group<KIND, W>(numbers, own, in, at + t, sums);
-                for (int i = 0; i < W; i++) out[i * tokens + t] = sums[i];
+                for (; t + MOST <= tokens; t += MOST) add_group<KIND, W, MOST>(numbers, own, in, at + t, tokens, to + t);
+                if (MOST > 3 && tokens - t == 3) add_group<KIND, W, 3>(numbers, own, in, at + t, tokens, to + t);
+                if (MOST > 2 && tokens - t == 2) add_group<KIND, W, 2>(numbers, own, in, at + t, tokens, to + t);
+                if (MOST > 1 && tokens - t == 1) add_group<KIND, W, 1>(numbers, own, in, at + t, tokens, to + t);
             }
-        }
-    if (ONE)
-        for (int i = 0; i < W; i++) out[i] = sums[i];
+    }
 }
 
 // 16 outputs' weights for input k of a tile that is not rounded.
