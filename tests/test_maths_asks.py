@@ -14,6 +14,7 @@ from test_engine_captured import run, watch
 
 from headstart.drafters import draft_sampler, head_chains
 from headstart.engine import device_rows, judge, programs
+from headstart.engine.sequence import Sequence
 from headstart.machine import gpu
 from headstart.machine.cpu import sampling
 from headstart.maths import distribution, noise, warp
@@ -153,6 +154,28 @@ def test_the_faster_loops_are_passed_by_where_they_decline(samples: Served) -> N
         _, q = draft_sampler.draw_tokens(logits[:, 0], warp, words, vocab_ops=vocab_ops)
         assert q is not None
         assert torch.equal(q, p[:, 0])
+
+
+def test_who_works_a_rows_numbers_out_does_not_depend_on_its_neighbours() -> None:
+    """A row that the faster loops decline is judged apart from those that they serve."""
+    less = forgetful(Served("less", sampling.SAMPLES.serves - {"top_k"}, frozenset({"top_k"})))
+    sizes: list[int] = []
+    loop = less.sampled
+    assert loop is not None
+
+    def counted(x: torch.Tensor, warp: Warp) -> torch.Tensor:
+        sizes.append(len(x))
+        return loop(x, warp)
+
+    def sequence(name: str, **more: Any) -> Sequence:
+        params = SamplingParams(temperature=0.7, seed=3, verification="coupled", **more)
+        return Sequence(Request(name, (1, 2), params), 0, 3, eos=(), text=None, limit=64)
+
+    rows = [sequence("a"), sequence("b", top_k=2), sequence("c", min_p=0.01)]
+    batch = judge.Batch.of(rows, [None] * 3, torch.device("cpu"))
+    logits = torch.randn(3, 1, 9, generator=torch.Generator().manual_seed(0))
+    assert all(judge.by_rule(logits, batch, 9, replace(less, sampled=counted)))
+    assert sizes == [2]
 
 
 def test_a_request_that_asks_for_what_the_faster_loops_decline_goes_by_them(monkeypatch: pytest.MonkeyPatch) -> None:

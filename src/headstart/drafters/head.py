@@ -79,6 +79,7 @@ class HeadDrafter(Drafter):
         self._turn = net.rotary(self.slab.capacity)  # [capacity, 1, dim / 2]
         self._count = torch.arange(self.slab.capacity, device=target.device)
         self._kernel: HeadKernel | None = None
+        self.needs_torch = True  # until there is a kernel
         target.watch(net.config.watch)
 
     @classmethod
@@ -100,6 +101,7 @@ class HeadDrafter(Drafter):
             fall_back("the draft head runs on torch, slower", missing)
             return False
         self._kernel = HeadKernel(self.net, self.slab, self.target.embedding, threads=self.target.threads, kind=kind)
+        self.needs_torch = False
         return True
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:

@@ -68,6 +68,10 @@ class Batch:
         return self.tokens.shape[1]
 
 
+#: the rules by which a drawn draft is rejection sampled; one that is not here is no rule
+_REJECTION = {"token": token_rule, "block": block_rule}
+
+
 def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass).
 
@@ -87,11 +91,13 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabO
 
 def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """Rows of the same rule together, in tensors, by ``maths.verify``: what every other decider is held against."""
-    groups: dict[Rule, list[int]] = {}
+    groups: dict[tuple[Rule, bool], list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
-        groups.setdefault(group_of(sequence, drafted=proposal is not None), []).append(row)
+        # A row that the machine's loops decline has no say in who works its neighbours' numbers out.
+        quick = vocab_ops.samples is not None and vocab_ops.samples.takes([sequence.asks])
+        groups.setdefault((group_of(sequence, drafted=proposal is not None), quick), []).append(row)
     verdicts: list[Verdict | None] = [None] * len(batch.sequences)
-    for group, rows in groups.items():
+    for (group, _), rows in groups.items():
         part, part_logits = batch, logits
         if len(rows) < len(batch.sequences):
             part = Batch.of([batch.sequences[r] for r in rows], [batch.proposals[r] for r in rows], logits.device)
@@ -223,8 +229,7 @@ def decide(group: Rule, logits: torch.Tensor, given: VerdictInputs) -> Verdicts:
     """The target's word on every row of one group. Nothing here waits for the device."""
     if group == "greedy" or group == "coupled":
         return coupled_rule(targets_of(group, logits, given), given.tokens, given.topology)
-    rule = token_rule if group == "token" else block_rule
-    return rule(given.p(logits), given.q, given.tokens, given.topology, given.kinds, given.chance())
+    return _REJECTION[group](given.p(logits), given.q, given.tokens, given.topology, given.kinds, given.chance())
 
 
 def targets_of(group: Literal["greedy", "coupled"], logits: torch.Tensor, given: VerdictInputs) -> torch.Tensor:

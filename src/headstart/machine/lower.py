@@ -140,6 +140,8 @@ class Weights:
 def why_not(model: nn.Module, kind: str | None = None) -> str | None:
     """None if the model can be lowered (and its weights rounded to ``kind``), else the reason in words."""
     name = type(model).__name__
+    if kind not in (None, "int8", "int4"):
+        return f"its weights cannot be rounded to {kind}"
     if name not in CLASSES:
         return f"{name} is not one of {', '.join(sorted(CLASSES))}"
     live: Any = model

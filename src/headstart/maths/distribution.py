@@ -199,8 +199,6 @@ def probabilities(logits: Tensor, warp: Warp, *, vocab_ops: VocabOps = PLAIN, **
         return torch.zeros_like(x).scatter_(-1, best, peak - peak + 1)  # NaN where the peak is not finite
     if vocab_ops.sampled is not None and vocab_ops.takes(warp):
         p = vocab_ops.sampled(x, warp)
-    elif warp.temperature is None and warp.min_p is None and warp.top_k is None and warp.top_p is None:
-        p = torch.softmax(x, -1)
     else:
         p = _sampled(x, warp)
     if warp.any_greedy:
