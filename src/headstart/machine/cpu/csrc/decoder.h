@@ -78,9 +78,11 @@ template <typename T> class Buffer {
 class Rounded {
   public:
     Inputs need(int tokens, int width) {
-        const size_t n = (size_t)tokens * width, b = n / GROUP;
+        // Not a power of two apart: a prompt's groups would all want the same few lines of the caches.
+        const int rows = tokens > MOST_TOKENS ? tokens | 1 : tokens;
+        const size_t n = (size_t)rows * width, b = n / GROUP;
         return {numbers_.need(n),    scales_.need(b), totals_.need(b), offsets_.need(b),
-                halves_.need(2 * b), exact_.need(n),  width,           tokens};
+                halves_.need(2 * b), exact_.need(n),  width,           rows};
     }
 
   private:
