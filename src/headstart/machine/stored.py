@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,9 +39,9 @@ class MappedFile:
 
     def advise(self, at: int, count: int, *, needed: bool) -> None:
         """Tell the system that these bytes are wanted soon, or no longer: a wish."""
-        wish = getattr(mmap, "MADV_WILLNEED" if needed else "MADV_DONTNEED", None)
         start = at // mmap.PAGESIZE * mmap.PAGESIZE
-        if wish is not None and count:
+        if sys.platform != "win32" and count:
+            wish = mmap.MADV_WILLNEED if needed else mmap.MADV_DONTNEED
             self._map.madvise(wish, start, at + count - start)
 
 
