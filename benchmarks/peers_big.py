@@ -251,7 +251,7 @@ def drafted(bench: Bench) -> dict[str, Any]:
             "over_headstart_plain": show(runs, name, "headstart plain")["median"],
             "predicted_over_headstart_plain": max(predicted),
             "predicted_gamma": best_length(predicted),
-            "alpha": alpha,
+            "alpha": alpha if counts[name]["judged"] else None,  # None: it never drafted
             "tau": counts[name]["tokens"] / max(1, counts[name]["rounds"]),
             "c": c,
             "v": v,
