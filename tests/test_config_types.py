@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from headstart import LLM
 from headstart.config import Config, DraftConfig, EngineConfig
 from headstart.errors import HeadstartError, InvalidParameter
 from headstart.types import Origin, Proposal, SamplingParams, Verdict
@@ -111,6 +110,7 @@ def test_unknown_settings_are_an_error() -> None:
     ],
 )
 def test_an_unknown_argument_is_told_the_nearest_of_all_that_there_are(wrong: str, meant: str | None) -> None:
+    LLM = pytest.importorskip("headstart.api", reason="needs torch", exc_type=ImportError).LLM
     with pytest.raises(InvalidParameter) as caught:
         LLM(**{wrong: "int4"})
     assert caught.value.field == wrong

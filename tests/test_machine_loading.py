@@ -229,9 +229,10 @@ def test_placement_over_devices_names_its_package(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="'accelerate'"):
         load(folder, device_map="auto")
-    for model in (tiny_model("llama"), "model.gguf"):
-        with pytest.raises(InvalidParameter, match="device_map is for folders and hub ids"):
-            load(model, device_map="auto")
+    with pytest.raises(InvalidParameter, match="device_map is for folders and hub ids"):
+        load("model.gguf", device_map="auto")
+    with pytest.raises(InvalidParameter, match="leave one of them out"):
+        load(folder, device_map="auto", device="cpu")
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Teacher:
     @torch.no_grad()
     def read(self, batch: Batch) -> Reading:
         logits: Tensor = self.model(input_ids=batch.tokens, use_cache=False).logits
-        return Reading(batch, logits, self._watch.take() if self._watch is not None else None)
+        return Reading(batch, logits, self._watch.take(logits.device) if self._watch is not None else None)
 
     def close(self) -> None:
         if self._watch is not None:

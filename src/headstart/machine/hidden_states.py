@@ -81,11 +81,11 @@ class Watch:
     def _catch(self, layer: int, module: nn.Module, arguments: Any, output: Any) -> None:
         self._caught[layer] = output[0] if isinstance(output, tuple) else output
 
-    def take(self) -> Tensor:
-        """The features [R, N, F] of the forward that just ran; they are handed out once."""
+    def take(self, device: torch.device) -> Tensor:
+        """The features [R, N, F] of the forward that just ran, on ``device``: layers may lie on several. They are
+        handed out once."""
         parts = [self._caught[layer] for layer in self.layers]
         self._caught.clear()
-        device = parts[-1].device  # layers may lie on several devices
         return torch.cat([part.to(device) for part in parts], dim=-1)
 
     def stop(self) -> None:

@@ -238,7 +238,7 @@ class EagerRunner(Watched, DeviceRunner):
 
     def _keep_features(self) -> None:
         if self._watch is not None:
-            found = self._watch.take()[:, None]  # [R, 1, N, F]
+            found = self._watch.take(self.device)[:, None]  # [R, 1, N, F]
             self.slab.update(found, found[..., :0], self.depth)
 
     @torch.inference_mode()

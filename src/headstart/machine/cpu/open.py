@@ -17,7 +17,7 @@ import torch
 from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
 from ..load.loading import Capability, Loaded
 from .build import why_not as no_kernels
-from .library import instructions
+from .library import KINDS, instructions
 from .packed import Packed, pack_model, why_not
 from .runner import CpuRunner
 
@@ -81,6 +81,8 @@ def open_packed(
     """The model on the kernels, rounded to ``kind``. ``packed``: its weights, where they lie ready. ``threads``: how
     many are used; None: never more than torch may use, chosen by measuring."""
     reason = reason_against(loaded) if packed is None else no_kernels()
+    if packed is None and kind not in KINDS:
+        reason = f"the CPU kernels have no {kind}"
     if reason is not None:
         raise ModelRefused(f"{loaded.report.architecture} cannot be quantized here: {reason}; use quantization=None")
     packed = packed or pack_model(loaded.model, kind)

@@ -97,10 +97,10 @@ def load(
     if trust_remote_code:
         warnings.warn("trust_remote_code is on: code from the model's repository will run here", stacklevel=2)
     notes: tuple[str, ...] = ()
-    if device_map is not None and (not isinstance(model, (str, Path)) or is_gguf(model)):
-        raise InvalidParameter(
-            "device_map", "is for folders and hub ids, not for a .gguf file or a model that is loaded"
-        )
+    if device_map is not None and is_gguf(model):
+        raise InvalidParameter("device_map", "is for folders and hub ids, not for a .gguf file")
+    if device_map is not None and device is not None:
+        raise InvalidParameter("device_map", "says where the model goes, and so does device: leave one of them out")
     if not isinstance(model, (str, Path)):
         if not hasattr(model, "config"):
             raise InvalidParameter(
