@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from common import as_json
 
 from headstart.machine.cpu.library import KINDS, MatrixRecord, instructions, kernels, pool
 from headstart.machine.slab_layer import on_cache_line
@@ -101,7 +101,7 @@ def main() -> None:
         print(f"{kind:<9}" + "".join(f"{row[str(n)]:7.2f}" for n in TOKENS) + f"{row['read GB/s']:9.1f}")
     if chosen.out:
         about = {"processor": processor(), "instructions": instructions(), "threads": chosen.threads}
-        chosen.out.write_text(json.dumps({**about, "over a plain read": table}, indent=1) + "\n", encoding="utf-8")
+        chosen.out.write_text(as_json({**about, "over a plain read": table}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, prompts, save
+from common import as_json, machine, prompts, save
 from torch.nn.functional import cross_entropy
 
 from headstart import LLM
@@ -65,7 +65,7 @@ def negative_log_likelihoods(file: Path, llm: LLM, data: Path, tokens: int) -> d
     if known.get("about") != about:
         model = read_gguf(file)[0].eval()
         known = {"about": about, "losses": losses(lambda x: model(x).logits[0], windows)}
-        kept.write_text(json.dumps(known))
+        kept.write_text(as_json(known))
     exact = known["losses"]
     mine, theirs = (sum(found) / len(found) for found in (ours, exact))
     return {

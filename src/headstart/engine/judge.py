@@ -68,10 +68,6 @@ class Batch:
         return self.tokens.shape[1]
 
 
-#: the rules by which a drawn draft is rejection sampled; one that is not here is no rule
-_REJECTION = {"token": token_rule, "block": block_rule}
-
-
 def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass).
 
@@ -229,7 +225,8 @@ def decide(group: Rule, logits: torch.Tensor, given: VerdictInputs) -> Verdicts:
     """The target's word on every row of one group. Nothing here waits for the device."""
     if group == "greedy" or group == "coupled":
         return coupled_rule(targets_of(group, logits, given), given.tokens, given.topology)
-    return _REJECTION[group](given.p(logits), given.q, given.tokens, given.topology, given.kinds, given.chance())
+    rule = {"token": token_rule, "block": block_rule}[group]  # one that is not here is no rule
+    return rule(given.p(logits), given.q, given.tokens, given.topology, given.kinds, given.chance())
 
 
 def targets_of(group: Literal["greedy", "coupled"], logits: torch.Tensor, given: VerdictInputs) -> torch.Tensor:
