@@ -148,7 +148,7 @@ def draw_tokens(
     if warp.all_greedy:
         return argmaxes(logits[:, None], warp, history=history, vocab_ops=vocab_ops)[:, 0], None
     assert keys is not None
-    if vocab_ops.drawn is not None and not warp.any_greedy and vocab_ops.takes(warp):
+    if vocab_ops.drawn is not None and not warp.any_greedy and vocab_ops.takes(warp.asks):
         x = processed(logits[:, None], warp, history=history)[:, 0]
         q, tokens = vocab_ops.drawn(x, warp, keys, into)
         return tokens, q

@@ -90,8 +90,8 @@ def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: Voca
     groups: dict[tuple[Rule, bool], list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         # A row that the machine's loops decline has no say in who works its neighbours' numbers out.
-        quick = vocab_ops.samples is not None and vocab_ops.samples.takes([sequence.asks])
-        groups.setdefault((group_of(sequence, drafted=proposal is not None), quick), []).append(row)
+        key = group_of(sequence, drafted=proposal is not None), vocab_ops.takes(sequence.asks)
+        groups.setdefault(key, []).append(row)
     verdicts: list[Verdict | None] = [None] * len(batch.sequences)
     for (group, _), rows in groups.items():
         part, part_logits = batch, logits

@@ -197,7 +197,7 @@ def probabilities(logits: Tensor, warp: Warp, *, vocab_ops: VocabOps = PLAIN, **
         best = vocab_ops.argmax(x).unsqueeze(-1)
         peak = x.gather(-1, best)
         return torch.zeros_like(x).scatter_(-1, best, peak - peak + 1)  # NaN where the peak is not finite
-    if vocab_ops.sampled is not None and vocab_ops.takes(warp):
+    if vocab_ops.sampled is not None and vocab_ops.takes(warp.asks):
         p = vocab_ops.sampled(x, warp)
     else:
         p = _sampled(x, warp)

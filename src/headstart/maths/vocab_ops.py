@@ -18,7 +18,7 @@ from torch import Tensor
 from ..types import SamplingParams, Verification
 from . import noise
 from .argmax import argmax
-from .asks import Served
+from .asks import Asks, Served
 from .warp import Warp
 
 __all__ = ["PLAIN", "ChainReject", "DraftedChain", "RowDraw", "Rule", "VocabOps"]
@@ -87,9 +87,9 @@ class VocabOps:
     processed: Callable[[Tensor, DraftedChain], Tensor] | None = None
     judges: Served | None = None  # what those two serve
 
-    def takes(self, warp: Warp) -> bool:
-        """Do ``sampled`` and ``drawn`` serve all that the rows ask for?"""
-        return self.samples is not None and self.samples.takes([warp.asks])
+    def takes(self, asks: Asks) -> bool:
+        """Do ``sampled`` and ``drawn`` serve all that is asked for?"""
+        return self.samples is not None and self.samples.takes([asks])
 
 
 PLAIN = VocabOps()

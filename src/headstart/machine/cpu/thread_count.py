@@ -59,13 +59,13 @@ def threads_for(step: Callable[[int], object], about: Mapping[str, Any], most: i
     return best
 
 
-def best_count(step: Callable[[int], object], most: int, timed: Callable[..., Timed] | None = None) -> int | None:
+def best_count(step: Callable[[int], object], most: int) -> int | None:
     """Measured in turns, so that what comes and goes meets every number of threads alike; None if nothing could be
     measured undisturbed."""
     found: dict[int, list[float]] = {count: [] for count in counts(most)}
     for _ in range(TURNS):
         for count, seconds in found.items():
-            one = (timed or _timed)(step, count)
+            one = _timed(step, count)
             if one.used >= QUIET * count * one.seconds:
                 seconds.append(one.seconds)
     best = 1

@@ -22,7 +22,7 @@ from .quiet import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Outline", "outlined", "report_from", "report_text"]
+__all__ = ["Outline", "generation_in", "outlined", "report_from", "report_text"]
 
 _PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -40,14 +40,17 @@ class Outline:
         return iter(())
 
 
+def generation_in(folder: Path) -> GenerationConfig | None:
+    """The settings for generating that lie in a folder, if any do."""
+    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+
+
 def outlined(folder: Path, report: Capability, tokenizer: PreTrainedTokenizerBase | None = None) -> Loaded:
     """The model that ``folder`` has the configuration of (and the tokenizer, if none is given)."""
     with quiet():
         # The base class: a family's own imports all of transformers, and nothing but names and numbers is asked for.
         config = PreTrainedConfig.from_pretrained(folder, trust_remote_code=False)
-        generation = None
-        if (folder / "generation_config.json").exists():
-            generation = GenerationConfig.from_pretrained(folder)
+        generation = generation_in(folder)
         if tokenizer is None and report.tokenizer_size is not None:
             tokenizer = _tokenizer(folder)
     model = cast("PreTrainedModel", Outline(config, generation, report.architecture))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from transformers import GenerationConfig
 
 from ...errors import ModelRefused
 from ...types import Tell, silent
@@ -29,7 +28,7 @@ from .gguf import empty_model, mapped, read_tokenizer, rope_factors
 from .gguf_header import Header, read_header
 from .hub import Remote
 from .loading import Loaded, capability, fetch_tokenizer
-from .model_info import Outline
+from .model_info import Outline, generation_in
 from .quiet import quiet
 from .refusals import model_class, refusals, refuse
 
@@ -121,11 +120,9 @@ def stream_folder(
         plan = _own_plan(plan, parts)
     packed = _filled(plan, parts, name or folder.name, tell)
     tokenizer = tokenizer or fetch_tokenizer(name or str(folder), remote)
-    generation = None
-    if (folder / "generation_config.json").exists():
-        generation = GenerationConfig.from_pretrained(folder)
+    generation = generation_in(folder) or model.generation_config
     report = replace(capability(model, tokenizer), device="cpu")
-    return Streamed(_loaded(config, generation or model.generation_config, tokenizer, report), packed)
+    return Streamed(_loaded(config, generation, tokenizer, report), packed)
 
 
 def pack_again(path: Path, plan: Plan, tell: Tell = silent) -> Packed:

@@ -16,6 +16,19 @@ namespace hs {
 
 typedef int32_t four_numbers __attribute__((may_alias, aligned(1)));
 
+// For processors that gain nothing from several tokens at once: a Block that has ``dot_one`` and ``dots_one``.
+template <typename Own, int W> struct TokenByToken {
+    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
+        for (int t = 0; t < N; t++) own().template dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
+    }
+    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
+        for (int t = 0; t < N; t++) own().dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
+    }
+
+  private:
+    HS_INLINE const Own& own() const { return *static_cast<const Own*>(this); }
+};
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 // Four numbers from memory, in all lanes. Compilers left to themselves load them again for each of their uses.
@@ -87,7 +100,7 @@ template <int W> struct Block {
 
 #elif defined(__AVX2__)
 
-template <int W> struct Block {
+template <int W> struct Block : TokenByToken<Block<W>, W> {
     __m256i w[W][16];  // INT8: with sign; else from 0 on
     template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) {
         auto* to = w[tile];
@@ -156,17 +169,11 @@ template <int W> struct Block {
                 }
             }
     }
-    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
-        for (int t = 0; t < N; t++) dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
-    }
-    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
-        for (int t = 0; t < N; t++) dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
-    }
 };
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
-template <int W> struct Block {
+template <int W> struct Block : TokenByToken<Block<W>, W> {
     int8x16_t w[W][32];  // [4 * j + q]: quad j of outputs 4 * q .. 4 * q + 3
     template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) {
         auto* to = w[tile];
@@ -218,17 +225,11 @@ template <int W> struct Block {
             second[i] = t.v;
         }
     }
-    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
-        for (int t = 0; t < N; t++) dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
-    }
-    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
-        for (int t = 0; t < N; t++) dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
-    }
 };
 
 #else
 
-template <int W> struct Block {
+template <int W> struct Block : TokenByToken<Block<W>, W> {
     uint8_t w[W][512];
     template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) {
         auto* to = w[tile];
@@ -257,12 +258,6 @@ template <int W> struct Block {
     }
     HS_INLINE void dots_one(const int8_t* a, const int32_t* offsets, vf* first, vf* second) const {
         for (int i = 0; i < W; i++) first[i] = some(w[i], a, offsets[0], 0, 4), second[i] = some(w[i], a, offsets[1], 4, 8);
-    }
-    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
-        for (int t = 0; t < N; t++) dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
-    }
-    template <int N> HS_INLINE void dots(const int8_t* a, const int32_t* offset, vf (*first)[W], vf (*second)[W]) const {
-        for (int t = 0; t < N; t++) dots_one(a + GROUP * t, offset + 2 * t, first[t], second[t]);
     }
 };
 
