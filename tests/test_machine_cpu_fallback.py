@@ -132,7 +132,8 @@ def test_weights_that_are_missing_are_a_fall_back_too(
     (tiny / "cpu-int4.safetensors").unlink()
     use(monkeypatch, Compiler(tmp_path / "one"))
     with pytest.warns(HeadstartWarning, match="its 4-bit weights are not here"):
-        assert llm().report.dtype == "float32"
+        report = llm().report
+    assert (report.dtype, report.kernels) == ("float32", "torch")  # as the warning says
     monkeypatch.setenv("HEADSTART_REQUIRE_KERNELS", "1")
     with pytest.raises(ModelRefused, match="its 4-bit weights are not here"):
         llm()

@@ -124,10 +124,8 @@ def load_target(
             notes = (f"{what}: {reason}",)
     kind = None if quantization == "auto" else quantization
     wish = _Wish(source, kind, dtype, revision, placement)
-    if quantization == "auto" and wish.has_own_bits():
-        wish = wish._replace(kind=OWN)
-    elif kind is None:
-        wish = wish._replace(kind=wish.unrounded())
+    if not notes:  # else it was said what runs instead
+        wish = wish.settled(auto=quantization == "auto")
     wish.prepare_kernels(tell)
     ready = wish.taken(tokenizer, tell) or wish.streamed(tokenizer, tell)
     if isinstance(ready, Opened):
@@ -175,11 +173,7 @@ def load_draft(
     """Load a draft model. ``tell``: told of what takes long."""
     check_quantization("draft_quantization", quantization)
     kind = "int8" if quantization == "auto" else quantization
-    wish = _Wish(source, kind, dtype, None, placement)
-    if quantization == "auto" and wish.has_own_bits():
-        wish = wish._replace(kind=OWN)
-    elif kind is None:
-        wish = wish._replace(kind=wish.unrounded())
+    wish = _Wish(source, kind, dtype, None, placement).settled(auto=quantization == "auto")
     wish.prepare_kernels(tell)
     ready = wish.taken(None, tell) or wish.streamed(None, tell)
     if isinstance(ready, Opened):
@@ -265,6 +259,12 @@ class _Wish(NamedTuple):
     revision: str | None
     placement: dict[str, Any]
 
+    def settled(self, *, auto: bool) -> _Wish:
+        """With the kind in which it runs where none is asked for by name. ``auto``: a file's own bits will do."""
+        if auto and self.has_own_bits():
+            return self._replace(kind=OWN)
+        return self._replace(kind=self.unrounded()) if self.kind is None else self
+
     def has_own_bits(self) -> bool:
         """Is it a file of quantized weights, for a CPU, and nobody asks for anything else?"""
         if self.dtype != "auto" or not _on_cpu(self.placement) or not isinstance(self.source, (str, Path)):
@@ -283,7 +283,9 @@ class _Wish(NamedTuple):
         path = Path(self.source).expanduser()
         if is_gguf(path):
             return OWN if dtype == "auto" and path.is_file() and read_header(path).kind in FLOATS[:3] else None
-        return None if architecture(path, self.revision) not in CLASSES else OWN if dtype == "auto" else dtype
+        if architecture(path, self.revision) not in CLASSES:
+            return None
+        return OWN if dtype == "auto" else dtype
 
     def prepare_kernels(self, tell: Tell) -> None:
         """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
