@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import as_json, machine, median, prompts
-from gpu import SMALL
-from gpu_common import log, speed
-from transformers import LlamaConfig, LlamaForCausalLM
+from common import as_json, log, machine, median, prompts
+from gpu_common import speed
+from pairs import small_model
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController, controller_for
 from headstart.lab.grow import SHAPES, grow
-from headstart.machine.load.loading import load
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -41,11 +39,7 @@ class Bench:
 
     def __init__(self, weights: str | None, shape: str, out: Path) -> None:
         torch.manual_seed(0)
-        if weights:
-            loaded = load(weights, dtype="float32", device="cpu")
-            small, tokenizer = loaded.model, loaded.tokenizer
-        else:
-            small, tokenizer = LlamaForCausalLM(LlamaConfig(**SMALL)).eval(), None
+        small, tokenizer = small_model(weights)
         self.target = grow(small, SHAPES[shape], device="cuda", dtype=torch.bfloat16)
         self.draft = small.to("cuda", torch.bfloat16)
         if tokenizer is not None:
