@@ -61,6 +61,8 @@ def _captured(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) 
             say("compiling kernels")
             _compile(rounds)
         rounds.warm_up(lambda done, total: say(f"capturing rounds ({done} of {total})"))
+        for runner in rounds.runners:
+            runner.capture_reads()
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
         if telling:
             raise

@@ -122,6 +122,10 @@ class DeviceRunner(ModelRunner, Protocol):
         """Inside, a forward may do as little as it takes to have run every kernel once. Here that is all of it."""
         return nullcontext()
 
+    def capture_reads(self) -> None:
+        """Prompts will be read: what can be captured of that is captured now. Here that is nothing."""
+        return None
+
     def beside(self) -> AbstractContextManager[None]:
         """What is launched inside may run at the same time as something else on the device."""
         return nullcontext()

@@ -163,10 +163,14 @@ class FusedModel:
 
         Rows are any rows of the cache, each once. A piece's attention and norms are the same in any company.
         """
-        w = self.weights
-        packed = pack(pieces, self.attention.packed(w.heads // w.kv_heads)[1], w.device)
+        packed = pack(pieces, self.tokens_in_tile, self.weights.device)
         step = Step(len(pieces), 0, packed.places, packed=packed)
         return self._dense(packed.tokens, step, int(logits)).flatten(1)
+
+    @property
+    def tokens_in_tile(self) -> int:
+        """Of a piece, in a tile of attention; see ``pack``."""
+        return self.attention.packed(self.weights.heads // self.weights.kv_heads)[1]
 
     def _in_one(self, step: Step, keep: int) -> bool:
         """Can all layers be one kernel? It needs the whole GPU, and keeps no hidden states."""
@@ -242,11 +246,19 @@ class FusedModel:
     # -- more tokens ------------------------------------------------------------------------------------------
 
     def _dense(self, tokens: Tensor, step: Step, keep: int) -> Tensor:
+        x = self._new(step.count, self.weights.hidden)
+        self.stream(tokens, step, x)
+        return self.last_logits(x, step, keep)
+
+    def stream(self, tokens: Tensor, step: Step, x: Tensor) -> None:
+        """All layers over tokens [M]; what they leave to x [M, H]."""
         w, pdl, count = self.weights, min(self.overlap, 1), step.count
-        x, normed, add = (self._new(count, w.hidden) for _ in range(3))
+        normed, add = (self._new(count, w.hidden) for _ in range(2))
         hidden, gate_up = self._new(count, w.ffn), self._new(count, 2 * w.ffn)
         qkv = self._new(count, w.layers[0].qkv.shape[0])
         query, attended = (self._new(count, w.heads, w.head_dim) for _ in range(2))
+        if step.packed is not None:
+            attended.zero_()  # tokens that only fill a captured read up are not attended: numbers all the same
         flat, repeats = attended.view(count, -1), Repeats()
         linear = Products(repeats).linear
         embed(tokens, w.embedding, w.norm, x, None, None, pdl=pdl)
@@ -266,7 +278,7 @@ class FusedModel:
             linear(hidden, layer.down, add)
             if any(i == kept for kept, _ in self.kept):
                 self._remember(i, x + add, step)
-        return self._last_logits(x.add_(add), step, keep)
+        x.add_(add)
 
     def _turn_and_attend(self, qkv: Tensor, heads: Heads, out: Tensor, layer: Layer, pdl: int) -> None:
         """From one product to the next, launches only (see ``Repeats``)."""
@@ -283,7 +295,7 @@ class FusedModel:
 
     # -- shared parts -----------------------------------------------------------------------------------------
 
-    def _last_logits(self, x: Tensor, step: Step, keep: int) -> Tensor:
+    def last_logits(self, x: Tensor, step: Step, keep: int) -> Tensor:
         """Logits of the last ``keep`` tokens of each row from the residual stream x [R * N, H]."""
         w = self.weights
         if keep == 0:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "pack"]
+__all__ = ["Packed", "Piece", "cut", "on_host", "pack", "parts_of"]
+
+Piece = tuple[int, int, Sequence[int]]  # a row, how many live keys it has, and tokens to go behind them
 
 
 class Packed(NamedTuple):
@@ -26,8 +28,17 @@ class Packed(NamedTuple):
     last: Tensor  # [P]: the number of each piece's last token
 
 
-def pack(pieces: Sequence[tuple[int, int, Sequence[int]]], tile: int, device: torch.device) -> Packed:
-    """``pieces``: (row, live keys there, tokens). ``tile``: tokens in a tile of attention, at most."""
+def pack(pieces: Sequence[Piece], tile: int, device: torch.device) -> Packed:
+    """``tile``: tokens in a tile of attention, at most."""
+    parts = parts_of(pieces, tile)
+    # One copy for all. Kernels are compiled for addresses that are multiples of 16: each part is of an even length.
+    sizes = [len(part) + len(part) % 2 for part in parts]
+    table = on_host(parts, sizes, device).to(device, non_blocking=True)
+    return cut(table, sizes, [len(part) for part in parts])
+
+
+def parts_of(pieces: Sequence[Piece], tile: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The tensors of ``Packed``, flat."""
     tokens: list[int] = []
     places: list[int] = []
     tiles: list[int] = []
@@ -40,9 +51,24 @@ def pack(pieces: Sequence[tuple[int, int, Sequence[int]]], tile: int, device: to
         for at in range(0, count, tile):
             tiles += (row, start + at, first + at, min(tile, count - at))
         last.append(len(tokens) - 1)
-    # One copy for all. Kernels are compiled for addresses that are multiples of 16: each part is of an even length.
-    parts = [places, tiles, tokens + [0] * (len(tokens) % 2), last]
-    flat = [number for part in parts for number in part]
-    table = torch.tensor(flat, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    at_places, at_tiles, at_tokens, at_last = torch.split(table, [len(part) for part in parts])
-    return Packed(at_tokens[: len(tokens)], at_places.view(-1, 2), at_tiles.view(-1, 4), at_last)
+    return tokens, places, tiles, last
+
+
+def on_host(
+    parts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    device: torch.device,
+    filling: Sequence[Sequence[int]] = ((0,),) * 4,
+) -> Tensor:
+    """The parts one behind the other, each made up to its size with ``filling``; in memory that is quickly copied."""
+    flat: list[int] = []
+    for part, size, more in zip(parts, sizes, filling, strict=True):
+        flat += part
+        flat += list(more) * ((size - len(part)) // len(more))
+    return torch.tensor(flat, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def cut(table: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> Packed:
+    """Of parts that have these sizes in the table, so much of each."""
+    tokens, places, tiles, last = (part[:n] for part, n in zip(torch.split(table, list(sizes)), lengths, strict=True))
+    return Packed(tokens, places.view(-1, 2), tiles.view(-1, 4), last)

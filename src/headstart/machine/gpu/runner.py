@@ -5,7 +5,7 @@ Knows: how to hand the slab's buffers to the fused kernels. Does not know: kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from ..pieces import Pieces, check_pieces
 from ..runner import EagerRunner
 from .kernels.matmul import skinny_rows
 from .model import FusedModel
+from .reads import CapturedReads
 from .tiles import BOUNDS
 
 __all__ = ["FusedRunner"]
@@ -58,8 +59,20 @@ class FusedRunner(EagerRunner):
         self.quantization = quantization
         self.fused = FusedModel(weights, cache, draft=draft, invariant=invariant)
         self.invariant = invariant
+        self._reads: CapturedReads | None = None
+
+    @torch.inference_mode()
+    def capture_reads(self) -> None:
+        """See ``DeviceRunner``. Where the model is invariant, prompts are read by the kernels that decode."""
+        if not self.invariant:
+            self._reads = CapturedReads(self.fused, self.slab.rows, self._briefly)
+
+    def _briefly(self, work: Callable[[], None]) -> None:
+        with self.brief():
+            work()
 
     def _keep_from_now_on(self, layers: tuple[int, ...]) -> None:
+        self._reads = None  # they keep nothing
         weights = self.fused.weights
         like = torch.empty(1, 1, 1, len(layers) * weights.hidden, device=self.device, dtype=weights.dtype)
         self.fused.keep_features(layers, self.slab.add_features(like)[:, 0])
@@ -67,7 +80,12 @@ class FusedRunner(EagerRunner):
     def _forward(
         self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
-        longest = max(lengths) + tokens.shape[1]
+        width = tokens.shape[1]
+        if self._reads is not None and len(lengths) == 1 and tree is None and not skinny_rows(width):
+            piece = (rows.start, lengths[0], tokens[0].tolist())  # a prompt's end: the host has just sent it
+            if keep is not None and self._reads.takes([piece], keep):
+                return self._reads.read([piece], keep)
+        longest = max(lengths) + width
         return self.fused.forward(
             tokens.contiguous(),
             torch.tensor(lengths, device=self.device),
@@ -80,13 +98,19 @@ class FusedRunner(EagerRunner):
     def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
         """See ``ModelRunner.read``. A short piece by itself is read by the kernels that decode; so is every piece, one
         after another, where the model is invariant."""
-        if not pieces or self.invariant or (len(pieces) == 1 and skinny_rows(len(pieces[0][1]))):
+        short = len(pieces) == 1 and skinny_rows(len(pieces[0][1]))
+        if short and not logits and self._reads is not None:
+            short = len(pieces[0][1]) <= 2
+        if not pieces or self.invariant or short:
             # With logits, wanted or not: a draft's steps of a token or two are one kernel then, and that is compiled.
             found = ModelRunner.read(self, pieces)
             return found if logits else found[:, :0]
         check_pieces(self.slab, pieces)
-        lengths = self.slab.lengths
-        found = self.fused.read([(row, lengths[row], tokens) for row, tokens in pieces], logits=logits)
+        placed = [(row, self.slab.lengths[row], tokens) for row, tokens in pieces]
+        if self._reads is not None and self._reads.takes(placed):
+            found = self._reads.read(placed, int(logits)).flatten(1)
+        else:
+            found = self.fused.read(placed, logits=logits)
         for row, tokens in pieces:
             self.slab.extend(row, tokens)
         return found
