@@ -90,12 +90,12 @@ class Machine:
     def timed(self, step: object, threads: int) -> Timed:
         self.measured += 1
         seconds = self.seconds[threads]
-        return Timed(seconds, threads * seconds * (0.6 if threads >= self.busy else 1.0))
+        return Timed(seconds, threads * seconds * (0.6 if threads >= self.busy else 1.0), threads)
 
 
 def test_the_fastest_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def best(most: int, machine: Machine) -> int | None:
-        monkeypatch.setattr(thread_count, "_timed", machine.timed)
+        monkeypatch.setattr(thread_count, "timed", machine.timed)
         return best_count(print, most)
 
     assert best(2, Machine({1: 2.0, 2: 1.1})) == 2
@@ -107,7 +107,7 @@ def test_the_fastest_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_result_is_remembered_when_two_loads_found_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     machine = Machine({1: 2.0, 2: 5.0}, busy=2)
-    monkeypatch.setattr(thread_count, "_timed", lambda step, count: machine.timed(step, count))
+    monkeypatch.setattr(thread_count, "timed", lambda step, count: machine.timed(step, count))
 
     def load() -> int:
         return threads_for(print, {"model": "m"}, 2)

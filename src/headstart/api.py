@@ -60,7 +60,8 @@ class LLM:
     0 never drafts (a draft is not even loaded).
     ``quantization``: weights of 8 or 4 bits ("int8", "int4") or as they are (None); "auto" on a CPU runs GGUF files and
     the embedded model with their own bits unless a ``dtype`` is given, and is None for any other.
-    ``draft_quantization``: the same for a draft model; it cannot change the text, so "auto" is "int8" on a CPU.
+    ``draft_quantization``: the same for a draft model; it cannot change the text, so "auto" on a CPU is "int8" or
+    "int4", whichever measures better beside the target.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ from .drafters.portfolio import PortfolioDrafter
 from .engine.engine import Engine
 from .engine.warm_up import open_captured
 from .errors import InvalidParameter, ModelNotFound, ModelRefused
-from .machine.cpu.open import check_quantization
+from .machine.cpu.open import check_quantization, open_packed
 from .machine.head import head_folder
+from .machine.load.draft_bits import LEAST_PARAMETERS, TOKENS, Choice, choose, pair_file, probe_text, recall, remember
 from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.load.hub import Remote
 from .machine.load.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
@@ -37,6 +38,7 @@ from .machine.load.open import (
     runner_for,
     what_loads,
 )
+from .machine.load.packed_store import known_by
 from .machine.text import TextCodec, TextStream
 from .progress import Tell, telling
 
@@ -84,7 +86,8 @@ def assemble(
         vocab_size = target.report.tokenizer_size or runner.vocab_size
         controller = controller_for(config.draft)
         load = partial(load_draft, quantization=draft_quantization, dtype=draft_dtype, tell=tell, **placement)
-        beside = _Beside(target, sizes, load, tell)
+        origin = partial(known_by, source, Remote(revision, placement.get("token")))
+        beside = _Beside(target, runner, origin, sizes, load, tell, config.draft.most)
         drafter = None
         if config.draft.most > 0:  # else nothing will be drafted, so nothing is loaded or asked either
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
@@ -157,41 +160,77 @@ def _drafter(draft: Model | Drafter | None, given: Callable[[Model], DraftContex
 class _Beside:
     """Opens draft models beside a target."""
 
-    target: Loaded  # its report says what was taken for granted
+    target: Loaded  # its report says what was taken for granted, and what was chosen
+    runner: Runner  # the target's
+    origin: Callable[[], object]  # what the target's files are known by; None: it has none
     sizes: dict[str, Any]
-    load: Callable[[Model], Opened]
+    load: Callable[..., Opened]
     tell: Tell
+    most: int  # tokens that a round may draft
     cost: float | None = None  # bytes that the draft reads for a token, over the target's; None: nobody knows
 
     def open(self, draft: Model) -> Runner:
         """See ``DraftContext.open_model``."""
         self.tell(what_loads(draft))
-        opened = self.load(draft)
-        loaded, longest = opened.loaded, self.sizes["max_len"]
-        difference = same_tokenizer(self.target, loaded)
+        place = self._pair_file(draft)
+        choice = recall(place)
+        opened = self.load(draft, auto=choice.kind if choice is not None else "int8")
+        self._check(opened.loaded)
+        if opened.choosable and choice is None and opened.loaded.report.parameters >= LEAST_PARAMETERS:
+            opened, choice = self._chosen(draft, opened)
+            if choice is not None:
+                remember(place, choice)
+        runner, loaded = runner_for(opened, **self.sizes, draft=True)
+        if opened.choosable and choice is not None:
+            self._note(str(choice))
+        if not any("expert" in name for name, _ in loaded.model.named_parameters()):  # else it reads some of them
+            self.cost = loaded.report.bytes / self.target.report.bytes
+        return runner
+
+    def _check(self, draft: Loaded) -> None:
+        """Refuse a draft that cannot guess for this target."""
+        difference, longest = same_tokenizer(self.target, draft), self.sizes["max_len"]
         if difference is not None:
             raise ModelRefused(
                 f"the draft cannot guess for this target: {difference}. Use a draft of the same family, "
                 "or draft='lookup', which needs no second model."
             )
-        self._note_sizes(loaded)
-        if loaded.report.max_context and loaded.report.max_context < longest:
+        self._note_sizes(draft)
+        if draft.report.max_context and draft.report.max_context < longest:
             raise ModelRefused(
-                f"the draft's context of {loaded.report.max_context} tokens is shorter than the target's "
-                f"{longest}: set max_model_len={loaded.report.max_context} or use another draft."
+                f"the draft's context of {draft.report.max_context} tokens is shorter than the target's "
+                f"{longest}: set max_model_len={draft.report.max_context} or use another draft."
             )
-        runner, loaded = runner_for(opened, **self.sizes, draft=True)
-        if not any("expert" in name for name, _ in loaded.model.named_parameters()):  # else it reads some of them
-            self.cost = loaded.report.bytes / self.target.report.bytes
-        return runner
+
+    def _pair_file(self, draft: Model) -> Path | None:
+        """Where the choice of bits for this pair is kept; None: it has no files to be known by."""
+        files = known_by(draft, Remote()), self.origin()
+        if None in files:
+            return None
+        about = self.target.report.dtype, self.most, self.sizes["threads"], torch.get_num_threads()
+        return pair_file(str(files), *about)
+
+    def _chosen(self, draft: Model, opened: Opened) -> tuple[Opened, Choice | None]:
+        """The draft with the weights, of 8 bits or of 4, that measure better beside this target."""
+        self.tell("measuring the draft with 8 and with 4 bits")
+        both = {"int8": opened, "int4": self.load(draft, auto="int4")}
+        short = {"rows": 1, "max_len": TOKENS, "margin": 1, "probe": False, "threads": self.sizes["threads"]}
+        runners = {kind: open_packed(each.loaded, kind, packed=each.packed, **short) for kind, each in both.items()}
+        known = min(self.runner.vocab_size, *(runner.vocab_size for runner in runners.values()))
+        text = probe_text(self.runner, self.target.tokenizer, known)
+        choice = choose(self.runner, runners, text, self.most)
+        kind = choice.kind if choice is not None else "int8"
+        return replace(both[kind], packed=runners[kind].packed), choice
+
+    def _note(self, note: str) -> None:
+        self.target = replace(self.target, report=replace(self.target.report, notes=(*self.target.report.notes, note)))
 
     def _note_sizes(self, draft: Loaded) -> None:
         """Without two tokenizers to compare, the user is told what is taken for granted."""
         sizes = self.target.report.vocab_size, draft.report.vocab_size
         if sizes[0] == sizes[1] or (self.target.tokenizer is not None and draft.tokenizer is not None):
             return
-        note = (
+        self._note(
             f"the target has {sizes[0]} tokens and the draft {sizes[1]}, and there are no two tokenizers to compare: "
             f"the first {min(sizes)} are taken to be the same, and only they are drafted; the text stays the target's"
         )
-        self.target = replace(self.target, report=replace(self.target.report, notes=(*self.target.report.notes, note)))

@@ -22,7 +22,7 @@ from ..cache import cache_folder, write_whole
 from .build import isa
 from .threads import counts
 
-__all__ = ["Timed", "best_count", "threads_for"]
+__all__ = ["Timed", "best_count", "threads_for", "timed"]
 
 TURNS = 6
 QUIET = 0.9  # of the processor time that a step's threads use when nothing else wants the cores
@@ -36,6 +36,12 @@ class Timed:
 
     seconds: float
     used: float
+    threads: int = 1
+
+    @property
+    def quiet(self) -> bool:
+        """Did nothing else want the cores meanwhile?"""
+        return self.used >= QUIET * self.threads * self.seconds
 
 
 def threads_for(step: Callable[[int], object], about: Mapping[str, Any], most: int) -> int:
@@ -65,8 +71,8 @@ def best_count(step: Callable[[int], object], most: int) -> int | None:
     found: dict[int, list[float]] = {count: [] for count in counts(most)}
     for _ in range(TURNS):
         for count, seconds in found.items():
-            one = _timed(step, count)
-            if one.used >= QUIET * count * one.seconds:
+            one = timed(step, count)
+            if one.quiet:
                 seconds.append(one.seconds)
     best = 1
     if not all(found.values()):
@@ -77,11 +83,12 @@ def best_count(step: Callable[[int], object], most: int) -> int | None:
     return best
 
 
-def _timed(step: Callable[[int], object], threads: int) -> Timed:
+def timed(step: Callable[[int], object], threads: int) -> Timed:
+    """One ``step(threads)``."""
     used, begun = process_time(), perf_counter()
     step(threads)
     seconds = perf_counter() - begun
-    return Timed(seconds, process_time() - used)
+    return Timed(seconds, process_time() - used, threads)
 
 
 def _remembered(path: Path) -> list[int]:

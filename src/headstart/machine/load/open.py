@@ -66,8 +66,9 @@ class Opened:
     loaded: Loaded
     quantization: str | None = None
     packed: Packed | None = None  # where they lie ready
-    place: Path | None = None  # where they are to be kept, once they are packed
+    place: Path | None = None  # where they are to be kept once they run; None: nowhere, or they are
     ours: bool = False  # nobody else holds the model, so its float weights may be dropped
+    choosable: bool = False  # nobody asked for this very quantization: another may be better
 
 
 def what_loads(source: str | Path | PreTrainedModel) -> str:
@@ -167,22 +168,23 @@ def load_draft(
     quantization: Quantization,
     *,
     dtype: str | torch.dtype,
+    auto: str = "int8",
     tell: Tell = silent,
     **placement: Any,
 ) -> Opened:
-    """Load a draft model. ``tell``: told of what takes long."""
+    """Load a draft model. ``auto``: what "auto" rounds to, where it rounds. ``tell``: told of what takes long."""
     check_quantization("draft_quantization", quantization)
-    kind = "int8" if quantization == "auto" else quantization
+    kind = auto if quantization == "auto" else quantization
     wish = _Wish(source, kind, dtype, None, placement).settled(auto=quantization == "auto")
     wish.prepare_kernels(tell)
     ready = wish.taken(None, tell) or wish.streamed(None, tell)
     if isinstance(ready, Opened):
-        return ready
+        return replace(ready, choosable=quantization == "auto" and wish.kind in QUANTIZATIONS)
     loaded = load(source, dtype=dtype, **placement)
     if quantization == "auto" and not can_round_draft(loaded):
         return Opened(loaded, ours=isinstance(source, (str, Path)))
     place = wish._replace(kind=kind).place()  # of what is packed now, not of what the file has
-    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
+    return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place, choosable=quantization == "auto")
 
 
 def runner_for(
@@ -214,7 +216,7 @@ def _fastest(
         return _rounded_on_gpu(opened, **kind, **sizes)
     if opened.quantization is not None:
         packed = open_packed(loaded, opened.quantization, probe=probe, threads=threads, packed=opened.packed, **sizes)
-        if opened.packed is None and opened.place is not None:
+        if opened.place is not None:
             keep(opened.place, loaded, packed.packed)
         return packed, replace(loaded, report=described(loaded.report, packed.packed, own=opened.quantization == OWN))
     reason = gpu.reason_against(loaded.model)
@@ -334,9 +336,8 @@ class _Wish(NamedTuple):
         place = self.place() if tokenizer is None else None
         if place is not None and self.kind == OWN:
             keep_outline(place, found.loaded, found.packed.plan)
-        elif place is not None:
-            keep(place, found.loaded, found.packed)
-        return Opened(found.loaded, self.kind, found.packed)
+            place = None
+        return Opened(found.loaded, self.kind, found.packed, place)
 
     def _from_folder(self, path: Path | None, tokenizer: PreTrainedTokenizerBase | None, tell: Tell) -> Streamed | None:
         assert isinstance(self.source, (str, Path))

@@ -33,7 +33,7 @@ from .model_info import outlined, report_from, report_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["keep", "keep_outline", "place_for", "take", "take_outline"]
+__all__ = ["keep", "keep_outline", "known_by", "place_for", "take", "take_outline"]
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +43,28 @@ _WEIGHTS = "weights.safetensors"
 _OUTLINE = "outline.json"  # of a model whose weights are packed from its file each time
 
 
+def known_by(source: object, remote: Remote) -> tuple[Path, list[tuple[str, int, int]]] | None:
+    """Where a model lies, and the path, size and time of change of each of its files; None if it is not on this
+    disk."""
+    if not isinstance(source, (str, Path)):
+        return None
+    try:
+        path = found_at(source, remote)  # on the hub: what the revision stands for now
+        files = gguf_parts(path) if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+        return path, [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except (OSError, ValueError):
+        return None
+
+
 def place_for(
     source: str | Path, kind: str, *, dtype: str | torch.dtype, revision: str | None, token: str | bool | None
 ) -> Path | None:
     """Where a packed copy of the model belongs, be it there or not; None if the model is not on this disk, or there is
     nowhere to keep one."""
-    try:
-        path = found_at(source, Remote(revision, token))  # on the hub: what the revision stands for now
-        files = gguf_parts(path) if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
-        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    except (OSError, ValueError):
+    found = known_by(source, Remote(revision, token))
+    if found is None:
         return None
+    path, stats = found
     about = json.dumps([VERSION, kind, str(dtype), stats])
     name = f"{path.stem[:40]}-{kind}-{hashlib.sha256(about.encode()).hexdigest()[:20]}"
     for shelf in guarded_folders(_SHELF):
