@@ -93,3 +93,53 @@ def test_many_choices_of_a_long_prompt_are_asked_about_once() -> None:
         [chunk] = scheduler.chunks(512)
         slab.extend(chunk.row, chunk.tokens)
     assert len(asked) <= 3
+
+
+def busy_scheduler(rows: int, waiting: int) -> tuple[Scheduler, list[Sequence]]:
+    """All rows run; so many more wait."""
+    slab = Slab(rows, 64)
+    scheduler = Scheduler(slab, 100)
+    made = [Request(f"r{i}", (i + 3, i + 4), SamplingParams(max_tokens=4)) for i in range(rows + waiting)]
+    sequences = [Sequence(request, 0, 0, eos=(), text=None, limit=60) for request in made]
+    scheduler.add(sequences[:rows])
+    for chunk in scheduler.chunks(512):
+        slab.extend(chunk.row, chunk.tokens)
+        scheduler.filled(chunk.sequence)
+    scheduler.add(sequences[rows:])
+    assert not scheduler.arriving
+    return scheduler, sequences[:rows]
+
+
+def end(scheduler: Scheduler, sequence: Sequence) -> None:
+    sequence.end("stop")
+    scheduler.retire(sequence)
+
+
+def test_while_a_line_waits_prompts_are_read_several_at_a_time() -> None:
+    scheduler, running = busy_scheduler(rows=16, waiting=3)
+    end(scheduler, running[0])
+    assert not scheduler.arriving, "a row waits for another to get free"
+    end(scheduler, running[1])
+    assert scheduler.arriving
+    assert len(scheduler.chunks(512)) == 2
+
+
+def test_a_free_row_is_not_held_back_for_long() -> None:
+    scheduler, running = busy_scheduler(rows=16, waiting=3)
+    end(scheduler, running[0])
+    for _ in range(7):
+        scheduler.wrote(1)
+    assert not scheduler.arriving
+    scheduler.wrote(1)
+    assert scheduler.arriving
+    assert len(scheduler.chunks(512)) == 1
+    for sequence in running[1:3]:
+        end(scheduler, sequence)
+    assert scheduler.arriving, "one is being read"
+
+
+def test_nobody_waits_for_a_row_that_is_for_him_alone() -> None:
+    for rows, waiting in ((16, 1), (8, 3)):  # as many as wait; and few rows are worth no waiting
+        scheduler, running = busy_scheduler(rows, waiting)
+        end(scheduler, running[0])
+        assert scheduler.arriving

@@ -87,6 +87,7 @@ class AdaptiveController:
         self._missing = 0  # tokens that the drafter has to read if the next round drafts
         self._again = 0.0  # the share of them that it did not read because it was not asked
         self._held = False  # did a guess ever hold?
+        self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
         self._warm = False  # did it draft at all?
         self._drafted = False  # did the last round draft?
         self._why = _PLAIN
@@ -162,13 +163,13 @@ class AdaptiveController:
         probe = drafted and self._why != _PAYS
         kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in rounds]
         self._acceptance.learn(kinds, probe=probe)
-        held = any(r.accepted for r in rounds)
-        self._held |= held
+        self._held |= any(r.accepted for r in rounds)
         if not drafted:
             self._probes.plain()
         elif not first.prefill:
-            cost = self._cost(first, paid, probe)
-            self._probes.drafted(cost, sum(r.emitted for r in rounds) / len(rounds), probe=probe, held=held)
+            cost, guesses = self._cost(first, paid, probe), [r.outcomes[0] for r in rounds if r.drafted and r.outcomes]
+            given = sum(r.emitted for r in rounds) / len(rounds)
+            self._probes.drafted(cost, given, guesses, probe=probe, enough=self._enough)
         for r in rounds:
             self._emitted[r.sequence] = self._emitted.get(r.sequence, 0) + r.emitted
             if r.drafted and self._paid(r):
@@ -279,7 +280,8 @@ class AdaptiveController:
             return best if self._held or not step else 1  # the first drafts that cost time are short
         alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
         self._say(_Figures(alpha, forwards[0], forwards[1], drafts[1], bool(best)))
-        if self._probes.due((times[1] + once) / times[0] - 1, self._ahead(times, once, left / rows)):
+        self._enough = break_even(times[1] - times[0], 1 / times[0])
+        if self._probes.due((times[1] + once) / times[0] - 1, self._ahead(times, once, left / rows), self._enough):
             self._why = max(self._why, _PROBE)
             return 1
         return 0

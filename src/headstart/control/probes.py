@@ -5,6 +5,8 @@ Knows: what drafts lost against plain decoding so far, and when one was last tri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["Probes"]
 
 
@@ -16,6 +18,8 @@ class Probes:
     WON = 2.0  # rounds of what drafts gained are kept for when they lose
     FIRST = 0.022  # of the rounds that lie ahead may go into finding out, at the start
     SOON, SELDOM = 4, 64  # rounds from one probe to the next: twice as many after each that failed
+    FADE = 0.995  # of what guesses said, with each round: texts change
+    DOUBT = 2.0  # guesses that may have held beside those that were seen
 
     def __init__(self) -> None:
         self._lost = 0.0
@@ -23,15 +27,20 @@ class Probes:
         self.tried = False
         self._idle = 0
         self._every = self.SOON
+        self._tries = self._hits = 0.0  # first guesses of late
 
     def plain(self) -> None:
         """A round without a draft went by."""
         self._rounds += 1
         self._idle += 1
+        self._tries, self._hits = self._tries * self.FADE, self._hits * self.FADE
 
-    def drafted(self, cost: float, tokens: float, *, probe: bool, held: bool) -> None:
-        """A round with drafts: what it cost, in plain rounds, and the tokens that it gave a row. What was won pays for
-        a few rounds that lose, not for many."""
+    def drafted(self, cost: float, tokens: float, guesses: Sequence[bool], *, probe: bool, enough: float = 0.0) -> None:
+        """A round with drafts: what it cost, in plain rounds, the tokens that it gave a row, and whether each first
+        guess held; ``enough``: the share that must, for a draft to pay. What was won pays for a few rounds that lose,
+        not for many."""
+        held = sum(guesses) > enough * len(guesses)
+        self._tries, self._hits = self._tries + len(guesses), self._hits + sum(guesses)
         self.tried = True
         self._rounds += cost
         self._lost = max(-self.WON, self._lost + cost - tokens)
@@ -47,9 +56,12 @@ class Probes:
         early = min(self._rounds, self.EARLY)
         return self.ALLOWANCE + self.SHARE * early + self.LATER * (self._rounds - early) - self._lost
 
-    def due(self, cost: float, ahead: float) -> bool:
+    def due(self, cost: float, ahead: float, enough: float) -> bool:
         """Is it time to try a draft that is not expected to pay, and can its cost be afforded? The very first one also
-        where it is little of what lies ahead (in rounds)."""
+        where it is little of what lies ahead (in rounds). None where so many guesses failed of late that the share of
+        those that hold cannot well be ``enough``: many rows say in a round what one says in many."""
         if not self.tried and cost <= self.FIRST * ahead:
             return self._idle > 0
+        if self._hits + self.DOUBT < enough * (self._tries + self.DOUBT):
+            return False
         return self._idle >= self._every and cost <= self.room

@@ -290,6 +290,7 @@ class Engine:
             rounds = work()
             while rounds is not None:
                 self._tell.rounds(rounds)
+                self._scheduler.wrote(max((r.emitted for r in rounds), default=0))
                 if not any(s.finished for s in sequences):
                     break
                 rounds = drain(self.parts, self.players, sequences)  # launched before the end was noticed

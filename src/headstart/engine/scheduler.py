@@ -5,6 +5,10 @@ Knows: the slab's rows and the order of requests. Does not know: models, drafts 
 Prompts are read in together, in forwards of a bounded number of tokens. One that shares its beginning with another that
 is being read waits for it: it then finds that beginning in the slab and copies it.
 
+While more requests wait than there are free rows, every one of them has to wait for somebody's end anyway. Then a row
+that got free is held back a little, so that several prompts share a forward: one by itself takes all other rows about
+as long as a token does.
+
 Requests may be added from any thread; everything else is for the one that steps.
 """
 
@@ -23,6 +27,8 @@ from .sequence import Sequence
 
 __all__ = ["Chunk", "Scheduler"]
 
+_SHARE = 8  # while a line waits, a forward reads prompts for one row in so many, or more ...
+_PATIENCE = 8  # ... unless the rows that run have written so many tokens each since one got free
 _LOOKED_AT = 64  # waiting requests that are asked in a step whether they can be let in
 
 
@@ -45,6 +51,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._filling: dict[str, Sequence] = {}  # in order of arrival
         self._running: dict[str, Sequence] = {}
+        self._held_back = 0  # tokens that running rows wrote since a row got free that a waiting request could have
         self._line = Lock()  # over ``_waiting``
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -76,8 +83,19 @@ class Scheduler:
 
     @property
     def arriving(self) -> bool:
-        """Is a prompt being read in, or waiting for a row that is free?"""
-        return bool(self._filling or (self._waiting and self._slab.free_rows))
+        """Is a prompt being read in, or waiting for a row that is free and not held back?"""
+        if self._filling:
+            return True
+        waiting, free = len(self._waiting), self._slab.free_rows
+        if not waiting or not free:
+            return False
+        enough = max(1, self._slab.rows // _SHARE)
+        return waiting <= free or free >= enough or not self._running or self._held_back >= _PATIENCE
+
+    def wrote(self, tokens: int) -> None:
+        """A round went by in which rows wrote up to so many tokens."""
+        free = self._waiting and self._slab.free_rows
+        self._held_back = self._held_back + tokens if free else 0
 
     def chunks(self, budget: int) -> list[Chunk]:
         """What to read in now, ``budget`` tokens at the most; nothing if no prompt waits, or none has a row."""
@@ -94,6 +112,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting requests rows, in order of arrival; see ``waits_for`` for those that are passed over."""
+        self._held_back = 0
         at, held = 0, ""  # held: a request whose prompt waits; its other choices do, too
         while self._slab.free_rows and at < min(len(self._waiting), _LOOKED_AT):
             sequence = self._waiting[at]
