@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 
+from ..config import MAX_GAMMA
 from ..types import Proposal
 from .context import RoundContext
 from .outcome import Rows
@@ -48,7 +49,7 @@ class HostDrafts:
             return False
         if context.drafter.free:
             return any(proposal is not None for proposal in self.ask(rows).proposals)
-        limits = _limits(rows.sequences)
+        limits = _limits(context, rows.sequences)
         return any(limits) and any(context.controller.budgets(rows.sequences, limits))
 
     def take(self, rows: Rows) -> Drafted:
@@ -64,7 +65,7 @@ class HostDrafts:
 def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
     """A drafter that fails, or proposes nonsense, is dropped for good: the text goes on without it."""
     nothing: list[Proposal | None] = [None] * len(sequences)
-    limits = _limits(sequences)
+    limits = _limits(context, sequences)
     if context.drafter is None or not any(limits):
         return Drafted(nothing)
     try:
@@ -89,6 +90,12 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
         return Drafted(nothing)
 
 
-def _limits(sequences: list[Sequence]) -> list[int]:
-    """The most tokens worth drafting: a round emits one more than it drafts, and all must fit."""
-    return [max(0, s.remaining - 1) if s.params.speculate else 0 for s in sequences]
+def _limits(context: RoundContext, sequences: list[Sequence]) -> list[int]:
+    """The most tokens worth drafting: a round emits one more than it drafts, and all must fit.
+
+    Whether a draft is a tree, or the neighbour of one in a batch, is known when it is drawn, and a drawn token must not be
+    dropped: so every draft keeps to what the runner takes of a tree.
+    """
+    nodes = context.runner.most_nodes
+    most = max(0, nodes - 1) if nodes is not None else MAX_GAMMA
+    return [min(most, max(0, s.remaining - 1)) if s.params.speculate else 0 for s in sequences]

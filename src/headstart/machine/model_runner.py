@@ -35,6 +35,8 @@ class ModelRunner(Protocol):
     own_threads: bool = False
     #: a token's logits are the same bits in every forward: alone, among others, behind keys made in any company
     invariant: bool = False
+    #: nodes that a tree may have in one forward, the root included; None: as many as there is room for
+    most_nodes: int | None = None
 
     @property
     def vocab_ops(self) -> VocabOps:

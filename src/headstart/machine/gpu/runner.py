@@ -22,6 +22,7 @@ from ..runner import EagerRunner
 from .kernels.matmul import skinny_rows
 from .model import FusedModel
 from .reads import CapturedReads
+from .step import MAX_NODES
 from .tiles import BOUNDS
 
 __all__ = ["FusedRunner"]
@@ -34,6 +35,7 @@ class FusedRunner(EagerRunner):
 
     BOUNDS = BOUNDS
     compiled = True
+    most_nodes = MAX_NODES
 
     def __init__(
         self,
