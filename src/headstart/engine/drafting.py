@@ -93,8 +93,8 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
 def _limits(context: RoundContext, sequences: list[Sequence]) -> list[int]:
     """The most tokens worth drafting: a round emits one more than it drafts, and all must fit.
 
-    Whether a draft is a tree, or the neighbour of one in a batch, is known when it is drawn, and a drawn token must not be
-    dropped: so every draft keeps to what the runner takes of a tree.
+    Whether a draft is a tree, or the neighbour of one in a batch, is known when it is drawn, and a drawn token must
+    not be dropped: so every draft keeps to what the runner takes of a tree.
     """
     nodes = context.runner.most_nodes
     most = max(0, nodes - 1) if nodes is not None else MAX_GAMMA
