@@ -4,10 +4,12 @@ what else is computed beside it."""
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +88,41 @@ def level(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(reason)
     return str(request.param)
+
+
+def rounded_weights(x: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], ...]:
+    """The rule, one group of 32 after the other: numbers [.., 32], scales and minima [..] as halves."""
+    if kind == "int8":
+        halves, least = (np.fmax.reduce(np.abs(x), -1) / np.float32(127)).astype(np.float16), np.float16(0)
+    else:
+        low, high = np.fmin.reduce(x, -1), np.fmax.reduce(x, -1)
+        halves, least = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
+    scale = halves.astype(np.float32)
+    inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))[..., None]
+    numbers = np.rint((x - least.astype(np.float32)[..., None]) * inverse)
+    numbers = np.nan_to_num(numbers.clip(-127, 127) + 128, nan=128) if kind == "int8" else numbers.clip(0, 15)
+    return np.nan_to_num(numbers).astype(np.uint8), halves, least
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@np.errstate(all="ignore")
+def test_weights_are_rounded_as_the_rule_says_to_the_last_byte(kind: str, level: str) -> None:
+    """Large and small ones, ties, infinities, and NaN, which the rest of a group does not notice."""
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(96, 64, generator=generator) * torch.logspace(-9, 6, 96)[:, None]
+    weight[3, 32:] = 0.0
+    weight[4] = torch.arange(64) / 2 - 7.5
+    weight[5, 7], weight[6, 0], weight[7, 3], weight[8, 40] = math.nan, math.nan, math.inf, -math.inf
+    _, memory = packed_matrix(weight, kind, level)
+    tiles = memory.numpy().reshape(6, 2, -1)  # [tiles, blocks, bytes]
+    size = 512 if kind == "int8" else 256
+    words = tiles[..., :size].reshape(6, 2, -1, 16, 4).transpose(0, 3, 1, 2, 4).reshape(96, 2, -1)
+    numbers = words if kind == "int8" else np.concatenate([words & 15, words >> 4], -1)
+    halves = tiles[..., size:].copy().view(np.float16).reshape(6, 2, -1, 16).transpose(2, 0, 3, 1).reshape(-1, 96, 2)
+    expected, *scales = rounded_weights(weight.numpy().reshape(96, 2, 32), kind)
+    assert np.array_equal(numbers, expected)
+    for found, wanted in zip(halves, scales, strict=kind == "int4"):
+        assert np.array_equal(found, wanted, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "float32", "bfloat16", "float16"])

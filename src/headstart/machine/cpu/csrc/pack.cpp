@@ -55,48 +55,115 @@ template <int KIND> HS_INLINE void get_numbers(const uint8_t* group, int lane, u
     }
 }
 
-// -- floats
+// -- floats: a group of all 16 outputs of a tile at a time, in vectors as wide as the processor's own
 
-void pack_int8(const float* x, uint8_t* block, int lane) {
-    float most = 0.0f;
-    for (int k = 0; k < GROUP; k++) most = std::fmax(most, std::fabs(x[k]));
-    const uint16_t half = float_to_half(most / 127.0f);
-    const float scale = half_to_float(half), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    memcpy(block + 512 + 2 * lane, &half, 2);
-    uint8_t n[GROUP];
-    for (int k = 0; k < GROUP; k++) {
-        const float q = std::nearbyint(x[k] * inverse);
-        n[k] = (uint8_t)((int)(q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q) + 128);
-    }
-    put_numbers<INT8>(n, block, lane);
+#if defined(__AVX512F__)
+constexpr int WIDE = 16;
+#elif defined(__AVX2__)
+constexpr int WIDE = 8;
+#else
+constexpr int WIDE = 4;
+#endif
+typedef float wide __attribute__((vector_size(4 * WIDE)));
+typedef int32_t wide_int __attribute__((vector_size(4 * WIDE)));
+
+struct Columns {
+    alignas(64) float x[GROUP][LANES];  // inputs of 16 outputs
+    int32_t live[LANES];                // -1 for each that there is, 0 for others, whose bytes are zero
+};
+
+template <typename V = wide, typename T> HS_INLINE V some(const T* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
 }
 
-void pack_int4(const float* x, uint8_t* block, int lane) {
-    float low = x[0], high = x[0];
-    for (int k = 1; k < GROUP; k++) low = std::fmin(low, x[k]), high = std::fmax(high, x[k]);
-    const uint16_t halves[2] = {float_to_half((high - low) / 15.0f), float_to_half(low)};
-    const float scale = half_to_float(halves[0]), least = half_to_float(halves[1]);
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    memcpy(block + 256 + 2 * lane, &halves[0], 2);
-    memcpy(block + 288 + 2 * lane, &halves[1], 2);
-    uint8_t n[GROUP];
-    for (int k = 0; k < GROUP; k++) {
-        const float q = std::nearbyint((x[k] - least) * inverse);
-        n[k] = (uint8_t)(q > 15.0f ? 15.0f : q < 0.0f ? 0.0f : q);
+// Scales as halves, and what numbers are multiplied by to be in them: 0 where the scale is, so that every number is 0.
+HS_INLINE void put_scales(const float* scale, uint8_t* halves, float* inverse) {
+    for (int i = 0; i < LANES; i++) {
+        const uint16_t half = float_to_half(scale[i]);
+        memcpy(halves + 2 * i, &half, 2);
+        const float rounded = half_to_float(half);
+        inverse[i] = rounded > 0.0f ? 1.0f / rounded : 0.0f;
     }
-    put_numbers<INT4>(n, block, lane);
 }
 
-void pack_floats(int kind, const float* x, uint8_t* block, int lane) {
-    if (kind == INT8)
-        pack_int8(x, block, lane);
-    else if (kind == INT4)
-        pack_int4(x, block, lane);
-    else if (kind == FLOAT)
-        for (int k = 0; k < GROUP; k++) ((float*)block)[k * LANES + lane] = x[k];
-    else
-        for (int k = 0; k < GROUP; k++)
-            ((uint16_t*)block)[k * LANES + lane] = kind == HALF ? float_to_half(x[k]) : float_to_bfloat(x[k]);
+HS_INLINE wide_int nearest(wide x, float low, float high) {  // to even, between whole numbers; of NaN any
+    const wide least = wide{} + low, most = wide{} + high;
+    x = x > most ? most : x;
+    x = x < least ? least : x;
+    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, wide_int);
+}
+
+void pack_int8(const Columns& c, uint8_t* block) {
+    float scale[LANES], inverse[LANES];
+    for (int i = 0; i < LANES; i += WIDE) {
+        wide most = {};
+        for (int k = 0; k < GROUP; k++) {
+            const wide x = some(c.x[k] + i), size = x < wide{} ? -x : x;
+            most = size > most ? size : most;  // NaN is passed over
+        }
+        most /= 127.0f;
+        memcpy(scale + i, &most, sizeof most);
+    }
+    put_scales(scale, block + 512, inverse);
+    for (int i = 0; i < LANES; i += WIDE)
+        for (int k = 0; k < GROUP; k += 4) {
+            wide_int word = {};
+            for (int j = 0; j < 4; j++)
+                word |= ((nearest(some(c.x[k + j] + i) * some(inverse + i), -127.0f, 127.0f) + 128) & 255) << 8 * j;
+            word &= some<wide_int>(c.live + i);
+            memcpy(block + 16 * k + 4 * i, &word, sizeof word);
+        }
+}
+
+void pack_int4(const Columns& c, uint8_t* block) {
+    float scale[LANES], least[LANES], inverse[LANES];
+    for (int i = 0; i < LANES; i += WIDE) {
+        wide low = wide{} + INFINITY, high = wide{} - INFINITY;
+        for (int k = 0; k < GROUP; k++) {  // NaN is passed over
+            const wide x = some(c.x[k] + i);
+            low = x < low ? x : low;
+            high = x > high ? x : high;
+        }
+        const wide_int none = low > high;  // nothing but NaN
+        low = none ? some(c.x[0] + i) : low;
+        high = (none ? low : high) - low;
+        high /= 15.0f;
+        memcpy(least + i, &low, sizeof low);
+        memcpy(scale + i, &high, sizeof high);
+    }
+    put_scales(scale, block + 256, inverse);
+    for (int i = 0; i < LANES; i++) {
+        const uint16_t half = float_to_half(least[i]);
+        memcpy(block + 288 + 2 * i, &half, 2);
+        least[i] = half_to_float(half);
+    }
+    for (int i = 0; i < LANES; i += WIDE)
+        for (int k = 0; k < 16; k += 4) {
+            const wide down = some(least + i), by = some(inverse + i);
+            wide_int word = {};
+            for (int j = 0; j < 4; j++) {
+                const wide_int n = nearest((some(c.x[k + j] + i) - down) * by, 0.0f, 15.0f) & 15;
+                const wide_int upper = nearest((some(c.x[k + j + 16] + i) - down) * by, 0.0f, 15.0f) & 15;
+                word |= (n | upper << 4) << 8 * j;
+            }
+            word &= some<wide_int>(c.live + i);
+            memcpy(block + 16 * k + 4 * i, &word, sizeof word);
+        }
+}
+
+void pack_floats(int kind, const Columns& c, uint8_t* block) {
+    if (kind == INT8) return pack_int8(c, block);
+    if (kind == INT4) return pack_int4(c, block);
+    if (kind == FLOAT) {
+        memcpy(block, c.x, sizeof c.x);
+        return;
+    }
+    uint16_t* to = (uint16_t*)block;
+    for (int k = 0; k < GROUP; k++)
+        for (int i = 0; i < LANES; i++)
+            to[k * LANES + i] = kind == HALF ? float_to_half(c.x[k][i]) : float_to_bfloat(c.x[k][i]);
 }
 
 // -- blocks of a GGUF file
@@ -192,16 +259,19 @@ void pack_raw(int type, const uint8_t* raw, uint8_t* block, int lane) {
     }
 }
 
-// 32 floats of a row, from group g on.
-void file_floats(int type, const uint8_t* row, int g, float* to) {
-    if (type == F32) {
-        memcpy(to, row + sizeof(float) * GROUP * g, sizeof(float) * GROUP);
-        return;
-    }
-    for (int k = 0; k < GROUP; k++) {
-        const uint16_t h = half_at(row + 2 * ((size_t)GROUP * g + k));
-        to[k] = type == F16 ? half_to_float(h) : bfloat_to_float(h);
-    }
+// 32 inputs of 16 rows of a file, from input ``at`` on; zeros where there is no row.
+HS_INLINE void read_columns(int type, const uint8_t* const* rows, size_t at, Columns& c) {
+    alignas(64) float x[LANES][GROUP];
+    for (int i = 0; i < LANES; i++)
+        for (int k = 0; k < GROUP; k += LANES) {
+            vf some = {};
+            if (rows[i] && type == F32) some = load((const float*)rows[i] + at + k);
+            if (rows[i] && type == F16) some = load_half((const uint16_t*)rows[i] + at + k);
+            if (rows[i] && type == BF16) some = load_bfloat((const uint16_t*)rows[i] + at + k);
+            store(x[i] + k, some);
+        }
+    for (int k = 0; k < GROUP; k++)
+        for (int i = 0; i < LANES; i++) c.x[k][i] = x[i][k];
 }
 
 // -- and back
@@ -268,11 +338,24 @@ static void pack(int kind, const int32_t* order, int outputs, int inputs, uint8_
                 if (order[o] >= 0) put(order[o], b, packed, o - first);
 }
 
+// The same of floats, for all outputs of a tile together.
+static void pack_rows(int kind, int type, const uint8_t* raw, int64_t row_bytes, const int32_t* order, int outputs,
+                      int inputs, uint8_t* packed) {
+    for (int first = 0; first < outputs; first += LANES) {
+        const uint8_t* rows[LANES] = {};
+        Columns columns = {};
+        for (int i = 0; i < LANES && first + i < outputs; i++)
+            if (order[first + i] >= 0) rows[i] = raw + row_bytes * order[first + i], columns.live[i] = -1;
+        for (int at = 0; at < inputs; at += GROUP, packed += block_bytes(kind)) {
+            read_columns(type, rows, at, columns);
+            pack_floats(kind, columns, packed);
+        }
+    }
+}
+
 // ``order[i]``: which row of ``weights`` [.., inputs] becomes output i; -1 for a row of zeros. ``kind``: not a K kind.
 HS_API void hs_pack(int kind, const float* weights, const int32_t* order, int outputs, int inputs, uint8_t* packed) {
-    pack(kind, order, outputs, inputs, packed, [&](int row, int b, uint8_t* block, int lane) {
-        pack_floats(kind, weights + (size_t)row * inputs + b * GROUP, block, lane);
-    });
+    pack_rows(kind, F32, (const uint8_t*)weights, (int64_t)sizeof(float) * inputs, order, outputs, inputs, packed);
 }
 
 // The same from the bytes of a GGUF file's tensor, whose rows are ``row_bytes`` apart. Q4_0 and Q4_1 become INT4, Q8_0
@@ -283,11 +366,7 @@ HS_API int hs_pack_gguf(int kind, int type, const uint8_t* raw, int64_t row_byte
     if (kind < 0 || kind >= KINDS || inputs % block_inputs(kind)) return 1;
     if (type == F32 || type == F16 || type == BF16) {
         if (by_256(kind)) return 1;
-        pack(kind, order, outputs, inputs, packed, [&](int row, int b, uint8_t* block, int lane) {
-            float x[GROUP];
-            file_floats(type, raw + row_bytes * row, b, x);
-            pack_floats(kind, x, block, lane);
-        });
+        pack_rows(kind, type, raw, row_bytes, order, outputs, inputs, packed);
         return 0;
     }
     if (kind_of(type) != kind) return 1;
