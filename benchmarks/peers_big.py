@@ -1,6 +1,6 @@
 """Models of 0.5B and 1.5B on the CPU beside llama.cpp on the very same file, and bfloat16 beside vLLM: issue 16's rows.
 
-Called by ``peers.py measure``, which says how. Every part takes a few minutes at the most, runs by itself, and is
+Called by ``peers.py measure``, which says how. Every part runs by itself, takes a few minutes at most, and is
 stored beside the others in results/cpu-big.json, with the machine that it ran on. Systems take turns; a figure is a
 median of ratios within a turn.
 
@@ -35,6 +35,7 @@ from peers import REST, Peer, Run, race, ratio, speeds, turns, wheel_gguf
 from peers_load import loads
 
 from headstart import LLM, SamplingParams
+from headstart.machine.cpu.library import kernels, pool
 from headstart.machine.load.embedded import embedded_folder
 from headstart.maths.cost import CostModel, best_length
 from headstart.types import Round
@@ -64,8 +65,12 @@ class Bench:
         options: dict[str, Any] = {"max_rows": 1, "max_model_len": 2304, "threads": self.threads}
         return LLM(model, draft, quantization=self.arguments.quantization, **options | settings)
 
-    def llama(self, model: Path) -> Peer:
-        return Peer(self.arguments.peers_python, "llama", model, threads=self.threads)
+    def llama(self, model: Path, engine: str = "llama") -> Peer:
+        return Peer(self.arguments.peers_python, engine, model, threads=self.threads)
+
+    def llamas(self, model: Path) -> dict[str, Peer]:
+        """As it comes (weights are laid out anew at load), and without that. The faster one is compared with."""
+        return {"llama.cpp": self.llama(model), "llama.cpp as stored": self.llama(model, "llama-as-stored")}
 
     def lines(self, llm: LLM, count: int) -> list[list[int]]:
         """Prompts as chats, one of each kind in turn."""
@@ -89,15 +94,14 @@ class Bench:
         return found
 
 
-def read_speed(size: int, repeats: int) -> float:
-    """Bytes a second that torch's threads read from memory, in a plain sum over so many bytes."""
-    memory = torch.ones(size // 8, dtype=torch.int64)
-    seconds = []
-    for _ in range(repeats):
+def read_speed(llm: LLM, threads: int, repeats: int) -> float:
+    """Bytes a second at which the kernels' threads read the weights where they lie, and do nothing with them."""
+    packed, seconds = llm.engine.parts.runner.packed, []  # type: ignore[attr-defined]
+    for _ in range(3 * repeats):
         started = time.perf_counter()
-        memory.sum()
+        kernels().hs_read(pool(threads), packed.data.data_ptr(), packed.bytes)
         seconds.append(time.perf_counter() - started)
-    return 8 * len(memory) / min(seconds)
+    return float(packed.bytes / median(seconds))
 
 
 def show(runs: Mapping[str, Mapping[str, list[Run]]], ours: str, theirs: str) -> dict[str, Any]:
@@ -119,18 +123,19 @@ def show(runs: Mapping[str, Mapping[str, list[Run]]], ours: str, theirs: str) ->
 def plain(bench: Bench) -> dict[str, Any]:
     found = {}
     for name in (TARGET, WIDE_VOCABULARY):
-        llm, peer = bench.ours(bench.file(name)), bench.llama(bench.file(name))
-        runs = bench.race(
-            {"headstart": timed(llm, speculate=False), "llama.cpp": peer}, bench.lines(llm, max(5, bench.runs))
-        )
-        found[name] = result = show(runs, "headstart", "llama.cpp")
-        peer.close()
-        read = read_speed(llm.report.bytes, bench.runs)
+        llm, peers = bench.ours(bench.file(name)), bench.llamas(bench.file(name))
+        runs = bench.race({"headstart": timed(llm, speculate=False)} | peers, bench.lines(llm, max(5, bench.runs)))
+        speed = {name: 1 / median(run.decode for run in runs[name][KINDS[0]]) for name in runs}
+        found[name] = result = show(runs, "headstart", max(peers, key=lambda peer: speed[peer]))
+        result["tokens_per_second"] = speed
+        for peer in peers.values():
+            peer.close()
+        read = read_speed(llm, bench.threads, bench.runs)
         seconds = 1 / result["tokens_per_second"]["headstart"]
         result |= {
             "weights": llm.report.dtype,
             "kernels": llm.report.kernels,
-            "version": peer.version,
+            "version": peers["llama.cpp"].version,
             "step_bytes": llm.report.bytes,
             "file_bytes": bench.file(name).stat().st_size,
             "plain_read_gb_per_second": read / 1e9,
@@ -141,7 +146,7 @@ def plain(bench: Bench) -> dict[str, Any]:
 
 
 def prompt(bench: Bench) -> dict[str, Any]:
-    llm, peer = bench.ours(bench.file(TARGET)), bench.llama(bench.file(TARGET))
+    llm, peers = bench.ours(bench.file(TARGET)), bench.llamas(bench.file(TARGET))
     stream = [token for line in bench.lines(llm, 60) for token in line]
     length = min(bench.arguments.prompt, len(stream))
     starts = iter(range(10**6))
@@ -150,11 +155,14 @@ def prompt(bench: Bench) -> dict[str, Any]:
         at = next(starts) * 97 % len(stream)  # another prompt every time
         return float(system((stream[at:] + stream[:at])[:length], 1).seconds)
 
-    ours = timed(llm, speculate=False)
-    turns({"headstart": lambda: ours(stream[:64], 1).seconds, "llama.cpp": lambda: peer(stream[:64], 1).seconds}, 1)
-    seconds = turns({"headstart": partial(read, ours), "llama.cpp": partial(read, peer)}, bench.runs)
-    peer.close()
-    result = {"tokens": length, **ratio(seconds["llama.cpp"], seconds["headstart"]), "seconds": seconds}
+    systems: dict[str, Any] = {"headstart": timed(llm, speculate=False)} | peers
+    for system in systems.values():
+        system(stream[:64], 1)  # warm up
+    seconds = turns({name: partial(read, system) for name, system in systems.items()}, bench.runs)
+    for peer in peers.values():
+        peer.close()
+    best = min(peers, key=lambda name: median(seconds[name]))
+    result = {"tokens": length, "speed_over": best, **ratio(seconds[best], seconds["headstart"]), "seconds": seconds}
     result["tokens_per_second"] = {name: length / median(times) for name, times in seconds.items()}
     log(f"prompt of {length}: {result['median']:.3f}x, {result['tokens_per_second']}")
     return result
@@ -217,7 +225,7 @@ def step_seconds(runner: Any, repeats: int) -> float:
 
 
 def count_verdicts(count: Counter[str], rounds: Sequence[Round]) -> None:
-    """For alpha: drafted tokens that were accepted, and those that were looked at, up to the first rejected one."""
+    """For alpha: drafted tokens that were accepted, and those looked at, up to the first rejected one."""
     for each in rounds:
         count["accepted"] += each.accepted
         count["judged"] += each.accepted + (each.accepted < each.drafted)
