@@ -81,7 +81,7 @@ class Setting:
         model = noise.model(scale)
         if self.draft_shape is None:
             return model
-        return grow(model, self.draft_shape, device=model.device, dtype=model.dtype)
+        return grow(model, self.draft_shape, device=model.device, dtype=self.target.dtype)
 
 
 class Noise:
@@ -175,11 +175,11 @@ def gpu_setting(weights: str | None, ids: str | None, shape: str, rows: int) -> 
     return Setting(
         name=f"gpu-{shape}",
         target=target,
-        draft=small.to("cuda", torch.bfloat16),
+        draft=copy.deepcopy(small).to("cuda", torch.bfloat16),
         useless=random_model(1).to("cuda", torch.bfloat16),
         stream=token_stream(tokenizer, ids, target.config.vocab_size),
         vocab_size=target.config.vocab_size,
-        small=small,
+        small=small.to("cuda"),  # in float32: rotary frequencies must not be rounded
         options={"check": False, "max_rows": rows, "max_model_len": 1024},
         draft_shape=THIRD,
     )

@@ -24,7 +24,7 @@ from gpu_common import speed
 from pairs import small_model
 
 from headstart import LLM, SamplingParams
-from headstart.control.controller import FixedController, controller_for
+from headstart.control.controller import Controller, FixedController
 from headstart.lab.grow import SHAPES, grow
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -63,15 +63,12 @@ class Bench:
         (self.out / name).write_text(as_json(self.results))
 
 
-def set_gamma(llm: LLM, gamma: str) -> None:
+def set_gamma(llm: LLM, gamma: str, own: Controller) -> None:
+    """``own``: the engine's controller as it was opened, the only one that is told of rounds."""
+    llm.engine.parts.controller = own
     llm.cold()
-    parts = llm.engine.parts
-    if gamma == "auto":
-        parts.controller = controller_for(llm.config.draft)
-        assert parts.drafter is not None
-        parts.controller.meet(free=parts.drafter.free, ends_itself=parts.drafter.ends_itself)
-    else:
-        parts.controller = FixedController(int(gamma))
+    if gamma != "auto":
+        llm.engine.parts.controller = FixedController(int(gamma))
 
 
 # -- the same ids ---------------------------------------------------------------------------------------------------
@@ -92,7 +89,7 @@ def passes(llm: LLM, ids: list[list[int]], params: list[SamplingParams], togethe
 
 def same_ids(bench: Bench, arguments: argparse.Namespace) -> None:
     llm = bench.llm(invariant=not arguments.default)
-    ids = bench.ids[: arguments.requests]
+    own, ids = llm.engine.parts.controller, bench.ids[: arguments.requests]
     known = json.loads(Path(arguments.reference).read_text()) if arguments.reference else {}
     table: dict[str, Any] = {}
     for kind in arguments.kinds:
@@ -100,7 +97,7 @@ def same_ids(bench: Bench, arguments: argparse.Namespace) -> None:
             SamplingParams(max_tokens=arguments.tokens, seed=i, ignore_eos=True, **KINDS[kind]) for i in range(64)
         ]
         for gamma in arguments.gammas:
-            set_gamma(llm, gamma)
+            set_gamma(llm, gamma, own)
             for together in arguments.together:
                 started = time.perf_counter()
                 found = passes(llm, ids, params, together, arguments.passes)

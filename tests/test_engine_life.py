@@ -237,7 +237,7 @@ def test_life(kind: str) -> None:
     run_state_machine_as_test(
         lambda: Life(kind, seen),
         settings=settings(
-            max_examples=20 * (MORE or 1),
+            max_examples=(40 if kind == "overlapped" else 20) * (MORE or 1),
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

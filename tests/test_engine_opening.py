@@ -69,6 +69,7 @@ class Rounds:
     """Rounds to be captured, of which the second cannot be if ``broken``."""
 
     captured_programs = 2
+    runners = ()
 
     def __init__(self, *, broken: bool = False) -> None:
         self._broken = broken

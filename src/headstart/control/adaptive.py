@@ -151,10 +151,11 @@ class AdaptiveController:
         if first.prefill:  # a forward that also carried prompt tokens says little about a round's cost
             self._costs.read(sum(r.prefill + r.width for r in rounds), first.verify_seconds or first.round_seconds)
         else:
-            # All but the drafting: judging and committing a longer draft takes longer, too.
+            # All but what a draft model takes: judging and committing a longer draft takes longer, too. Guesses that
+            # call themselves free take the host a moment, which a plain round on a device does not wait for.
             # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
             seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
-            self._costs.add(first.rows, first.width, seconds - first.draft_seconds * drafted)
+            self._costs.add(first.rows, first.width, seconds - first.draft_seconds * bool(paid))
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()

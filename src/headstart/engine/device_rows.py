@@ -78,12 +78,11 @@ class DeviceRows:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         self.last = whole(rows, 2)  # the last two committed tokens
-        self.places = whole(3, rows)
+        self._columns = whole(5, rows)
         # Live keys in the target's row (committed tokens less one), where the last two tokens go in the draft's row,
-        # and tokens of the answer so far: all three grow together.
-        self.lengths, self.draft_lengths, self.outputs = self.places.unbind(0)
-        self.advance = whole(rows)  # 1 for running rows, 0 for idle ones
-        self.seeds = whole(rows)
+        # and tokens of the answer so far: all three grow together. Then 1 for running rows, 0 for idle ones.
+        self.lengths, self.draft_lengths, self.outputs, self.advance, self.seeds = self._columns.unbind(0)
+        self.places = self._columns[:3]
         self.limits = whole(rows)  # how many drafted tokens the row takes
         self.codes = whole(2, rows)  # is the row rejection sampled; by the block rule
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -156,11 +155,13 @@ class DeviceRows:
 
         idle: (target's keys, draft's keys) of the idle rows. limits: how much draft each
         row takes in this round; None: all that is drafted, where the request allows it."""
-        settings = tuple((s.params, s.ending_ids) for s in sequences)
-        fresh = settings != self._settings
-        if fresh:
-            self._send_settings(sequences)
-            self._settings = settings
+        fresh = False
+        if kind_of(sequences, drafted=True) != "greedy":  # the greedy program reads none
+            settings = tuple((s.params, s.ending_ids) for s in sequences)
+            fresh = settings != self._settings
+            if fresh:
+                self._send_settings(sequences)
+                self._settings = settings
         wanted = tuple(limits) if limits is not None else tuple(_NEVER if s.params.speculate else 0 for s in sequences)
         if wanted != self._limits:
             self.limits[: len(wanted)] = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
@@ -169,16 +170,14 @@ class DeviceRows:
         if not fresh and level == self._level:
             return
         lines = [
-            [*s.tokens[-2:], len(s.tokens) - 1, len(s.tokens) - 2, 1, s.output_length, seed]
+            [*s.tokens[-2:], len(s.tokens) - 1, len(s.tokens) - 2, s.output_length, 1, seed]
             for s, seed in zip(sequences, noise.seeds([s.seed for s in sequences], "cpu").tolist(), strict=True)
         ]
         lines += [[0, 0, target, draft, 0, 0, 0] for target, draft in idle]
         table = torch.tensor(lines, dtype=torch.int64).T.contiguous().to(self.device, non_blocking=True)
         rows = len(lines)
         self.last[:rows] = table[:2].T
-        columns = (self.lengths, self.draft_lengths, self.advance, self.outputs, self.seeds)
-        for column, values in zip(columns, table[2:], strict=True):
-            column[:rows] = values
+        self._columns[:, :rows] = table[2:]
         self._send_history(sequences)
         self._level = level
 

@@ -32,8 +32,8 @@ from .context import RoundContext
 from .handle import Handle, Reception
 from .listeners import Listeners
 from .players import players
-from .round import drain, play, read
-from .scheduler import Scheduler
+from .round import begin_reading, drain, end_reading, play
+from .scheduler import Chunk, Scheduler
 from .sequence import Sequence, TextSink
 from .stats import EngineStats
 from .torch_threads import torch_threads as limited_torch_threads
@@ -239,7 +239,6 @@ class Engine:
     def _step(self) -> None:
         self._abort_discarded()
         if self._scheduler.arriving:
-            self._settle()  # rows are about to change
             self._fill()
         ready = self._scheduler.ready()
         if ready:
@@ -271,15 +270,26 @@ class Engine:
             budget -= sum(len(chunk.tokens) for chunk in chunks)
             for chunk in chunks:
                 self._tell.begun(self._handles[chunk.sequence.request.id])
-            whole = [chunk.sequence for chunk in chunks if chunk.last]
-            if len(chunks) == len(whole) == 1:  # alone, it gets a whole round: there may be something to draft from
-                well = self._round(whole, chunks[0].row)
+            everyone, whole = ([c.sequence for c in chunks if c.last or not only] for only in (False, True))
+            if len(chunks) == len(whole) == 1 and self._drafts_from_prompts:
+                self._settle()  # rows are about to change
+                well = self._round(whole, self._slab.row(whole[0].id))
             else:
-                everyone = [chunk.sequence for chunk in chunks]
-                well = self._guarded(everyone, lambda: read(self.parts, chunks, self.stats))
+                well = self._guarded(everyone, lambda: self._read(chunks))
             for sequence in whole if well else ():
                 if not sequence.finished:
                     self._scheduler.filled(sequence)
+
+    @property
+    def _drafts_from_prompts(self) -> bool:
+        """May something be drafted in the round that reads the end of a prompt?"""
+        captured = self.parts.captured
+        return captured is None or (self.parts.drafter is not None and not captured.drafting)
+
+    def _read(self, chunks: Seq[Chunk]) -> list[Round] | None:
+        reading = begin_reading(self.parts, chunks)
+        self._settle()  # while the device reads; rows are about to change
+        return end_reading(self.parts, reading, self.stats)
 
     def _round(self, sequences: list[Sequence], first_row: int, *, ahead: bool = False) -> bool:
         return self._guarded(sequences, lambda: play(self.parts, self.players, sequences, first_row, ahead=ahead))

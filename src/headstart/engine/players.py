@@ -25,7 +25,7 @@ from .judge import Batch, judge, logprobs_along
 from .outcome import Outcome, Rows, emitted
 from .sequence import Sequence
 
-__all__ = ["Player", "judged", "players", "waited_for"]
+__all__ = ["Clock", "Player", "judged", "players"]
 
 
 class Player(Protocol):
@@ -110,11 +110,12 @@ class StepByStep(Player):
 
     def verify(self, rows: Rows, drafted: Drafted) -> Outcome:
         """The target's word on these guesses."""
-        context, started = self._context, perf_counter()
+        context = self._context
+        clock = Clock(context.runner.device)
         batch = Batch.of(rows.sequences, drafted.proposals, context.runner.device)
         logits = self._forward(batch, rows)
-        seconds = perf_counter() - started
-        return judged(context, logits, batch, seconds, drafted.seconds, drafted.catch_up_seconds)
+        clock.stop()
+        return judged(context, logits, batch, clock.seconds(), drafted.seconds, drafted.catch_up_seconds)
 
     def forget(self) -> None:
         self._drafts.forget()
@@ -132,7 +133,7 @@ class StepByStep(Player):
             else:  # a tree hangs from one token, so the prompt's end goes in before it
                 runner.prefill(rows.first, rest)
                 lengths = [length + len(rest)]
-        return waited_for(runner.forward(slab_rows, feed, lengths, topology, keep=batch.width))
+        return runner.forward(slab_rows, feed, lengths, topology, keep=batch.width)
 
 
 class DraftedOnHost(Player):
@@ -153,11 +154,27 @@ class DraftedOnHost(Player):
         return replace(found, proposals=proposals, draft_seconds=seconds, catch_up_seconds=catch_up)
 
 
-def waited_for(logits: torch.Tensor) -> torch.Tensor:
-    """So that the clock reads the forward, not its launch."""
-    if logits.is_cuda:
-        torch.cuda.synchronize(logits.device)
-    return logits
+class Clock:
+    """Times a forward: on a device itself, not its launch, nor what it waits for there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.started = perf_counter()
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+        if self._marks:
+            self._marks[0].record()
+        self._stopped = 0.0
+
+    def stop(self) -> None:
+        self._stopped = perf_counter()
+        if self._marks:
+            self._marks[1].record()
+
+    def seconds(self) -> float:
+        """Waits until it is over."""
+        if not self._marks:
+            return self._stopped - self.started
+        self._marks[1].synchronize()
+        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
 
 
 def judged(

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from time import perf_counter
+from typing import NamedTuple
+
+from torch import Tensor
 
 from ..types import Round
 from .context import RoundContext
 from .judge import Batch
 from .outcome import DraftFailed, Outcome, Rows, emitted
-from .players import Player, judged, waited_for
+from .players import Clock, Player, judged
 from .scheduler import Chunk
 from .sequence import Sequence
 from .stats import EngineStats
 
-__all__ = ["drain", "play", "read"]
+__all__ = ["Reading", "begin_reading", "drain", "end_reading", "play"]
 
 
 def play(
@@ -48,23 +51,39 @@ def drain(context: RoundContext, players: Seq[Player], sequences: list[Sequence]
     return _committed_and_recorded(context, rows, outcome, started)
 
 
-def read(context: RoundContext, chunks: Seq[Chunk], stats: EngineStats) -> list[Round] | None:
-    """Read parts of several prompts in one forward; one that is in to its end gets its first token. The records of
-    those; None if there are none."""
-    started, runner = perf_counter(), context.runner
+class Reading(NamedTuple):
+    """Parts of several prompts that a forward reads, perhaps at this moment."""
+
+    chunks: Seq[Chunk]
+    logits: Tensor  # of those that end, and perhaps others; on a device they may not be there yet
+    clock: Clock
+
+
+def begin_reading(context: RoundContext, chunks: Seq[Chunk]) -> Reading:
+    """Read parts of prompts in one forward. A device does so behind what it has in flight for other rows."""
+    clock = Clock(context.runner.device)
+    pieces = [(chunk.row, chunk.tokens) for chunk in chunks]
+    logits = context.runner.read(pieces, logits=any(chunk.last for chunk in chunks))
+    clock.stop()
+    return Reading(chunks, logits, clock)
+
+
+def end_reading(context: RoundContext, reading: Reading, stats: EngineStats) -> list[Round] | None:
+    """Prompts that are in to their end get their first token. The records of those; None if there are none."""
+    (chunks, logits, clock), runner = reading, context.runner
     ended = [i for i, chunk in enumerate(chunks) if chunk.last]
-    logits = waited_for(runner.read([(chunk.row, chunk.tokens) for chunk in chunks], logits=bool(ended)))
-    seconds = perf_counter() - started
+    seconds = clock.seconds()
     stats.prefill_tokens += sum(len(chunk.tokens) for chunk in chunks if not chunk.last)
     if not ended:
         stats.prefill_seconds += seconds
         return None
-    sequences, numbers = [chunks[i].sequence for i in ended], [chunks[i].row for i in ended]
+    sequences = [chunks[i].sequence for i in ended]
+    numbers = [runner.slab.row(sequence.id) for sequence in sequences]  # others may have ended meanwhile: rows move
     behind = [len(chunks[i].tokens) for i in ended]
     logits = (logits if len(ended) == len(chunks) else logits[ended])[:, None]
     rows = Rows(sequences, numbers, [runner.slab.lengths[row] for row in numbers], behind, ahead=False)
     outcome = judged(context, logits, Batch.of(sequences, [None] * len(ended), runner.device), seconds)
-    return _committed_and_recorded(context, rows, outcome, started)
+    return _committed_and_recorded(context, rows, outcome, clock.started)
 
 
 def _drafted_and_verified(context: RoundContext, players: Seq[Player], rows: Rows) -> Outcome:
