@@ -24,7 +24,6 @@ from .engine.warm_up import open_captured
 from .errors import InvalidParameter, ModelNotFound, ModelRefused
 from .machine.cpu.open import check_quantization, open_packed
 from .machine.head import head_folder
-from .machine.load.draft_bits import LEAST_PARAMETERS, TOKENS, Choice, choose, pair_file, probe_text, recall, remember
 from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.load.hub import Remote
 from .machine.load.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
@@ -39,7 +38,9 @@ from .machine.load.open import (
     what_loads,
 )
 from .machine.load.packed_store import known_by
+from .machine.load.pair_probe import LEAST_PARAMETERS, TOKENS, Promise, measure, pair_file, probe_text, recall, remember
 from .machine.text import TextCodec, TextStream
+from .maths.cost import Forecast
 from .progress import Tell, telling
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def assemble(
         controller = controller_for(config.draft)
         load = partial(load_draft, quantization=draft_quantization, dtype=draft_dtype, tell=tell, **placement)
         origin = partial(known_by, source, Remote(revision, placement.get("token")))
-        beside = _Beside(target, runner, origin, sizes, load, tell, config.draft.most)
+        about = (draft_quantization, str(draft_dtype), config.draft.most, config.engine.threads)
+        beside = _Beside(target, runner, origin, about, sizes, load, tell, config.draft.most)
         drafter = None
         if config.draft.most > 0:  # else nothing will be drafted, so nothing is loaded or asked either
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
@@ -97,7 +99,8 @@ def assemble(
         captured = open_captured(runner, drafter, config.draft, vocab_size, tell, name=target.report.architecture)
         if drafter is not None:
             lengths = captured.lengths if captured is not None and captured.drafting else None
-            controller.meet(free=drafter.free, ends_itself=drafter.ends_itself, cost=beside.cost, lengths=lengths)
+            kind = {"free": drafter.free, "ends_itself": drafter.ends_itself}
+            controller.meet(**kind, cost=beside.cost, forecast=beside.forecast, lengths=lengths)
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
     engine = Engine(
         runner,
@@ -163,26 +166,29 @@ class _Beside:
     target: Loaded  # its report says what was taken for granted, and what was chosen
     runner: Runner  # the target's
     origin: Callable[[], object]  # what the target's files are known by; None: it has none
+    about: tuple[object, ...]  # how the draft is asked for
     sizes: dict[str, Any]
     load: Callable[..., Opened]
     tell: Tell
     most: int  # tokens that a round may draft
     cost: float | None = None  # bytes that the draft reads for a token, over the target's; None: nobody knows
+    forecast: Forecast | None = None  # None: it was not measured
 
     def open(self, draft: Model) -> Runner:
         """See ``DraftContext.open_model``."""
         self.tell(what_loads(draft))
         place = self._pair_file(draft)
-        choice = recall(place)
-        opened = self.load(draft, auto=choice.kind if choice is not None else "int8")
+        promise = recall(place)
+        opened = self.load(draft, auto="int4" if promise is not None and promise.kind == "int4" else "int8")
         self._check(opened.loaded)
-        if opened.choosable and choice is None and opened.loaded.report.parameters >= LEAST_PARAMETERS:
-            opened, choice = self._chosen(draft, opened)
-            if choice is not None:
-                remember(place, choice)
+        if promise is None:
+            opened, promise = self._measured(draft, opened)
+            if promise is not None:
+                remember(place, promise)
         runner, loaded = runner_for(opened, **self.sizes, draft=True)
-        if opened.choosable and choice is not None:
-            self._note(str(choice))
+        if promise is not None:
+            self.forecast = promise.forecast()
+            self._note(str(promise))
         if not any("expert" in name for name, _ in loaded.model.named_parameters()):  # else it reads some of them
             self.cost = loaded.report.bytes / self.target.report.bytes
         return runner
@@ -203,24 +209,31 @@ class _Beside:
             )
 
     def _pair_file(self, draft: Model) -> Path | None:
-        """Where the choice of bits for this pair is kept; None: it has no files to be known by."""
+        """Where what is measured of this pair is kept; None: nothing is, or the models have no files to be known by."""
+        if self.runner.device.type != "cpu":
+            return None
         files = known_by(draft, Remote()), self.origin()
         if None in files:
             return None
-        about = self.target.report.dtype, self.most, self.sizes["threads"], torch.get_num_threads()
-        return pair_file(str(files), *about)
+        return pair_file(str(files), self.target.report.dtype, *self.about, torch.get_num_threads())
 
-    def _chosen(self, draft: Model, opened: Opened) -> tuple[Opened, Choice | None]:
-        """The draft with the weights, of 8 bits or of 4, that measure better beside this target."""
-        self.tell("measuring the draft with 8 and with 4 bits")
-        both = {"int8": opened, "int4": self.load(draft, auto="int4")}
+    def _measured(self, draft: Model, opened: Opened) -> tuple[Opened, Promise | None]:
+        """What the draft promises beside this target, if it runs on the CPU's kernels; with weights of 8 bits or of 4,
+        whichever promise more, where nobody asked for either."""
+        large = opened.loaded.report.parameters >= LEAST_PARAMETERS
+        if not large or opened.quantization is None or self.runner.device.type != "cpu":
+            return opened, None
+        self.tell("measuring the draft beside its target")
+        each = {opened.quantization: opened}
+        if opened.choosable:
+            each["int4"] = self.load(draft, auto="int4")
         short = {"rows": 1, "max_len": TOKENS, "margin": 1, "probe": False, "threads": self.sizes["threads"]}
-        runners = {kind: open_packed(each.loaded, kind, packed=each.packed, **short) for kind, each in both.items()}
+        runners = {kind: open_packed(one.loaded, kind, packed=one.packed, **short) for kind, one in each.items()}
         known = min(self.runner.vocab_size, *(runner.vocab_size for runner in runners.values()))
         text = probe_text(self.runner, self.target.tokenizer, known)
-        choice = choose(self.runner, runners, text, self.most)
-        kind = choice.kind if choice is not None else "int8"
-        return replace(both[kind], packed=runners[kind].packed), choice
+        promise = measure(self.runner, runners, text, self.most)
+        kind = promise.kind if promise is not None else opened.quantization
+        return replace(each[kind], packed=runners[kind].packed), promise
 
     def _note(self, note: str) -> None:
         self.target = replace(self.target, report=replace(self.target.report, notes=(*self.target.report.notes, note)))

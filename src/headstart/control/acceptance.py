@@ -23,6 +23,7 @@ PAID = -1  # a guess whose every token cost time: the first of its draft; the se
 _DEEPEST = PAID - 7  # from here on all places in a draft count as one
 _PRIORS = {PAID: 0.6, UNKNOWN: 0.5}
 _PRIOR_WEIGHT = 2.5  # tries: a few failures must end what was only supposed
+_MEASURED_WEIGHT = 5.0  # and what was measured over another text
 _DEEPER_WEIGHT = 5.0  # tries that a place counts for which the next one is taken to be like
 
 
@@ -53,8 +54,11 @@ class Acceptance:
     OWN_WEIGHT = 6.0  # how many of a sequence's own tries count as much as everyone's record, at most
     DOUBT = 3.0, 1.5  # tries that are left of a record when things seem to have changed for the better, or worse
 
-    def __init__(self) -> None:
+    def __init__(self, measured: float | None = None) -> None:
+        """``measured``: acceptance rate of first tokens that cost time, if anybody knows."""
         self._shared: dict[int, _Hits] = {}
+        if measured is not None:
+            self._shared[PAID] = _Hits(measured, _MEASURED_WEIGHT)
         self._own: dict[str, dict[int, _Hits]] = {}
         self._rates: dict[int, float] = {}  # what ``rate`` said since the last round
         self._missed = self._spread = 0.0  # first guesses that held less often than expected lately, and the variance

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..maths.cost import best_length, break_even, round_tokens, slope, tau
+from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, tau
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Costs, DraftSeconds, low
@@ -58,26 +58,39 @@ class AdaptiveController:
     USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
     SURELY = 2.0  # times what it takes to begin must be won in what is left to write
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
+    DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     DOUBTED = 3.0  # a first draft that took more times what it should is not believed
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
     CHUNK = 512  # tokens that a drafter which catches up reads at once, in two draft steps and what each token takes
 
-    def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False) -> None:
-        self.max_gamma = max_gamma
+    def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False, drawn: bool = False) -> None:
+        """``drawn``: for rounds in which tokens are drawn, not greedy ones."""
+        self.max_gamma, self._of_drawn = max_gamma, drawn
+        self._forecast: Forecast | None = None
         self._cost_ratio: float | None = None
         self._lengths: tuple[int, ...] | None = None
         self.meet(free=free, ends_itself=ends_itself)
 
     def meet(
-        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
+        self,
+        *,
+        free: bool,
+        ends_itself: bool,
+        cost: float | None = None,
+        forecast: Forecast | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.free, self.ends_itself = free, ends_itself
+        self._forecast = forecast or self._forecast
+        known = self._forecast
+        alpha = None if known is None else known.drawn if self._of_drawn else known.greedy
         self._cost_ratio = cost if cost is not None else self._cost_ratio
         self._lengths = tuple(lengths) if lengths is not None else self._lengths
-        self._costs = Costs()
+        self._costs = Costs(known.cost if known is not None else None)
         self._drafting = DraftSeconds()
         self._caught_up: deque[float] = deque(maxlen=5)  # what catching up took, over what it was supposed to take
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(alpha)
+        self._hoped = self.HOPED if alpha is None else min(self.HOPED, alpha + self.DOUBT)
         self._probes = Probes()
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
         self._rows = 1
@@ -246,7 +259,8 @@ class AdaptiveController:
             start, step = self._drafting.line(rows)
             return start * self._costs.level, step * self._costs.level
         table = self._costs.table(rows)
-        return 0.0, (self._cost_ratio or self.SUPPOSED) * table[0][1] if table else 0.0
+        ratio = self._forecast.cost.c if self._forecast is not None else self._cost_ratio or self.SUPPOSED
+        return 0.0, ratio * table[0][1] if table else 0.0
 
     def _reading(self, rows: int) -> float:
         """Seconds that the drafter is supposed to take to read what it missed, by what a draft step and the target's
@@ -254,7 +268,10 @@ class AdaptiveController:
         table, (start, step) = self._costs.table(rows), self._line(rows)
         if not table or not self._missing:
             return 0.0
-        token = self._costs.token * (start + step) / table[0][1]
+        ratio = (start + step) / table[0][1]
+        if self._forecast is not None and self._cost_ratio is not None:
+            ratio = min(ratio, self._cost_ratio)  # many tokens are arithmetic, of which there is as much as weights
+        token = self._costs.token * ratio
         return -(-self._missing // self.CHUNK) * 2 * (start + step) + token * self._missing
 
     def _choose(self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], start: float, step: float) -> int:
@@ -291,7 +308,7 @@ class AdaptiveController:
         """Rounds that lie ahead, if a good draft would win much more in them than it takes to begin; else 0."""
         if self._probes.tried or not self._missing:
             return 0.0
-        speedup = max(tau(self.HOPED, gamma) / each for gamma, each in enumerate(times)) * times[0]
+        speedup = max(tau(self._hoped, gamma) / each for gamma, each in enumerate(times)) * times[0]
         return left if (1 - 1 / speedup) * left * times[0] > 3 * once else 0.0
 
     def _left(self, view: DraftView) -> float:

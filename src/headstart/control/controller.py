@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..config import DraftConfig
+from ..maths.cost import Forecast
 from ..types import Advice, DraftView, Proposal, Round
 from .adaptive import AdaptiveController
 
@@ -25,12 +26,19 @@ class Controller(Advice, Protocol):
     ``observe``. One that derives from this learns nothing and cuts nothing, but for what it says itself."""
 
     def meet(
-        self, *, free: bool, ends_itself: bool, cost: float | None = None, lengths: Sequence[int] | None = None
+        self,
+        *,
+        free: bool,
+        ends_itself: bool,
+        cost: float | None = None,
+        forecast: Forecast | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (see ``Advice``).
         What was learnt before is forgotten.
 
-        ``cost``: bytes that it reads for a token, over the target's. ``lengths``: all rows draft together, and so many
+        ``cost``: bytes that it reads for a token, over the target's. ``forecast``: what was measured of both before
+        they serve anybody; it is believed until rounds say otherwise. ``lengths``: all rows draft together, and so many
         tokens. None: as said before, if ever.
         """
         return None
@@ -58,8 +66,9 @@ def controller_for(config: DraftConfig, *, free: bool = False, ends_itself: bool
     """The controller that the settings ask for; ``free``, ``ends_itself``: see ``Controller.meet``."""
     if config.gamma != "auto":
         return FixedController(config.gamma)
-    greedy, drawn = (AdaptiveController(config.max_gamma, free=free, ends_itself=ends_itself) for _ in "ab")
-    return GreedyAndSampled(greedy, drawn)
+    kind = {"free": free, "ends_itself": ends_itself}
+    drawn = AdaptiveController(config.max_gamma, drawn=True, **kind)
+    return GreedyAndSampled(AdaptiveController(config.max_gamma, **kind), drawn)
 
 
 class FixedController(Controller):

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ..maths.cost import Point, by_width, slope, start_and_step
+from ..maths.cost import CostModel, Point, by_width, slope, start_and_step
 
 __all__ = ["Costs", "DraftSeconds", "low"]
 
@@ -70,7 +70,9 @@ class Costs:
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
-    def __init__(self) -> None:
+    def __init__(self, measured: CostModel | None = None) -> None:
+        """``measured``: the target's forwards by their width, if anybody knows."""
+        self._measured = measured
         self._cells: dict[int, dict[int, _Cell]] = {}
         self._ratios: deque[tuple[float, int]] = deque(maxlen=self.FOLLOWED)  # to what was expected, and the width
         self._switches: deque[float] = deque([0.0], maxlen=7)
@@ -157,8 +159,11 @@ class Costs:
         return [s if w in known else max(plain, s * self.UNSEEN) for w, s in enumerate(found, 1)]
 
     def _supposed(self, rows: int, plain: float) -> float:
-        """Seconds that a wider round takes for each token more a row: as when prompts are read, else by its shape: more
-        rows are nearer to where a forward is bound by arithmetic."""
+        """Seconds that a wider round takes for each token more a row: as measured before anything was served, else as
+        when prompts are read, else by its shape: more rows are nearer to where a forward is bound by arithmetic."""
+        if self._measured is not None:
+            v = self._measured.verify
+            return plain * (v(4 * rows) / v(rows) - 1) / 3
         known = self.token * rows if self._read is not None else plain * (0.02 + 0.003 * rows)
         return min(known, self.DEAREST * plain)
 

@@ -23,6 +23,7 @@ from operator import mul
 __all__ = [
     "Acceptance",
     "CostModel",
+    "Forecast",
     "best_length",
     "break_even",
     "by_width",
@@ -162,3 +163,12 @@ class CostModel:
     def best_speedup(self, maximum: int, acceptance: Acceptance) -> float:
         """S at the best draft length 0..maximum."""
         return max(self.speedup(gamma, acceptance) for gamma in range(maximum + 1))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was measured of a pair before it serves anybody: where a controller begins."""
+
+    cost: CostModel
+    greedy: float  # acceptance rate of greedy requests
+    drawn: float  # and of all others

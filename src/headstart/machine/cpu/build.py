@@ -35,7 +35,7 @@ from ...types import Tell, silent
 from ..cache import cache_folder, clear_unused, guarded_folders
 from ..files import hold, locked, open_guarded, read_guarded, replacing, sweep, temporary, write_whole
 
-__all__ = ["ISAS", "compiled", "isa", "load_kernels", "why_not"]
+__all__ = ["ISAS", "compiled", "isa", "library_name", "load_kernels", "why_not"]
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -107,6 +107,11 @@ def compiled(level: str, say: Tell = silent) -> Path:
     library = _obtained(level, say)
     os.close(library.file)
     return library.path
+
+
+def library_name(level: str) -> str:
+    """What the library is called, be it there or not: other sources, options or processors give other names."""
+    return _name(level, _sources())
 
 
 # -- finding and keeping --------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Whether a draft's weights get 4 bits or 8: measured beside its target at the first load of a pair, and remembered.
+"""What a draft model promises beside its target on a CPU: measured at the first load of a pair, and remembered.
 
-Knows: what is measured, how the two compare (``maths.cost``), when a measurement is to be doubted, and where the result
-is kept. Does not know: how models are loaded or packed, or who drafts.
+Knows: what is measured, how a draft with 4 bits compares with one with 8 (``maths.cost``), when a measurement is to be
+doubted, and where the result is kept. Does not know: how models are loaded or packed, or who drafts.
 
 The target checks every guess, so a draft's bits change the speed and nothing else: fewer of them make its step shorter
-and its guesses a little worse. Which weighs more depends on both models and on the machine.
+and its guesses a little worse. Which weighs more depends on both models and on the machine. And what was measured is
+where a controller begins (``Forecast``): it need not pay for finding out whether a draft is worth reading the prompt.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...maths.cost import CostModel
+from ...maths.cost import CostModel, Forecast
 from ..cache import cache_folder, write_whole
-from ..cpu.build import compiled, isa
+from ..cpu.build import isa, library_name
 from ..cpu.packed import VERSION
 from ..cpu.runner import CpuRunner
 from ..cpu.thread_count import timed
@@ -35,7 +36,7 @@ from ..model_runner import ModelRunner
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LEAST_PARAMETERS", "Choice", "Figures", "choose", "pair_file", "probe_text", "recall", "remember"]
+__all__ = ["LEAST_PARAMETERS", "Figures", "Promise", "measure", "pair_file", "probe_text", "recall", "remember"]
 
 log = logging.getLogger(__name__)
 
@@ -73,27 +74,47 @@ A train leaves at 9:40 and arrives at 11:25. How long does the journey take? Fro
 class Figures(NamedTuple):
     """What was measured of a draft with one kind of weights."""
 
-    alpha: float
+    greedy: float  # how often it says what the target says
+    alpha: float  # E[sum_x min(p, q)]
     step: float  # seconds
-    speedup: float  # over plain decoding, at the best draft length, as the cost model predicts it
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The kind of weights that promises the most, and what each was measured to promise."""
+class Promise:
+    """A target's costs, and what was measured of a draft beside it, by its kind of weights."""
 
+    plain: float  # seconds of the target's step
+    v: Mapping[int, float]  # its forwards by width, in steps
     figures: Mapping[str, Figures]
+    most: int  # tokens that a round may draft
     sure: bool = True  # nothing else wanted the cores meanwhile
 
     @property
     def kind(self) -> str:
-        return max(self.figures, key=lambda kind: self.figures[kind].speedup)
+        """The kind of weights that promises the most."""
+        return max(self.figures, key=self.speedup)
+
+    def speedup(self, kind: str) -> float:
+        """Over plain decoding, at the best draft length."""
+        cost, alpha = self._cost(kind), self.figures[kind].alpha
+        return max(cost.speedup(gamma, alpha) for gamma in range(1, self.most + 1))
+
+    def forecast(self) -> Forecast:
+        best = self.figures[self.kind]
+        return Forecast(self._cost(self.kind), best.greedy, best.alpha)
+
+    def _cost(self, kind: str) -> CostModel:
+        return CostModel(c=self.figures[kind].step / self.plain, v=self.v)
 
     def __str__(self) -> str:
-        each = sorted(self.figures.items(), key=lambda item: -item[1].speedup)
-        said = (f"{kind}: {f.speedup:.2f}x (alpha {f.alpha:.2f}, a step {f.step * 1e3:.3g} ms)" for kind, f in each)
+        what = "the draft's weights are " + self.kind if len(self.figures) > 1 else "the draft"
+        said = (
+            f"{kind} {self.speedup(kind):.2f}x (alpha {f.alpha:.2f}, the same token {f.greedy:.0%}, "
+            f"a step {f.step * 1e3:.3g} ms to the target's {self.plain * 1e3:.3g})"
+            for kind, f in sorted(self.figures.items(), key=lambda item: -self.speedup(item[0]))
+        )
         return (
-            f"the draft's weights are {self.kind}, as measured beside this target; expected over plain decoding: "
+            f"{what}, as measured beside this target; expected over plain decoding: "
             + ", ".join(said)
             + ("" if self.sure else "; other programs used the processor meanwhile, so the next load measures again")
         )
@@ -104,43 +125,47 @@ class Choice:
 
 def pair_file(*about: object) -> Path:
     """Where the choice for a pair is kept. ``about``: all that the two models and their settings are known by."""
-    known = [VERSION, compiled(isa()).name, platform.node(), platform.processor(), *about]
+    known = [VERSION, library_name(isa()), platform.node(), platform.processor(), *about]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     return cache_folder() / "drafts" / f"{digest[:20]}.json"
 
 
-def recall(path: Path | None) -> Choice | None:
-    """What was chosen before for this pair, on this machine; None if nothing was, or what there is cannot be read."""
+def recall(path: Path | None) -> Promise | None:
+    """What was measured before of this pair, on this machine; None if nothing was, or what there is cannot be read."""
     if path is None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        figures = {str(kind): Figures(*map(float, of)) for kind, of in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        figures = {str(kind): Figures(*map(float, of)) for kind, of in found["figures"].items()}
+        v = {int(width): float(time) for width, time in found["v"].items()}
+        promise = Promise(float(found["plain"]), v, figures, int(found["most"]))
+        promise.speedup(promise.kind)  # it can be reckoned with
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
         return None
-    return Choice(figures) if sorted(figures) == ["int4", "int8"] else None
+    return promise
 
 
-def remember(path: Path | None, choice: Choice) -> None:
+def remember(path: Path | None, promise: Promise) -> None:
     """Keep it for the next load, unless it is to be doubted."""
-    if path is not None and choice.sure:
+    if path is not None and promise.sure:
+        about = {"plain": promise.plain, "v": promise.v, "figures": promise.figures, "most": promise.most}
         with suppress(OSError):  # a cache that cannot be written costs a measurement next time
-            write_whole(path, json.dumps(dict(choice.figures)))
+            write_whole(path, json.dumps(about))
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def choose(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence[int], most: int) -> Choice | None:
-    """Measure the same draft with several kinds of weights beside its target. None if there is too little text.
+def measure(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence[int], most: int) -> Promise | None:
+    """Measure a draft, with one kind of weights or several, beside its target. None if there is too little text.
 
     ``text``: token ids, see ``probe_text``. ``most``: tokens that a round may draft. Rows 0 are written to; none is
     live yet.
     """
     if len(text) < FEWEST:
         return None
-    alphas = _alphas(target, drafts, text)
+    agreed = _agreement(target, drafts, text)
     widths = {width: [float("inf")] for width in WIDTHS}
     steps, quiet = {kind: [float("inf")] for kind in drafts}, dict.fromkeys(drafts, False)
     for _ in range(TURNS):  # in turns, so that what comes and goes meets all alike
@@ -154,14 +179,10 @@ def choose(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence[
                 quiet[kind] |= one.quiet
     plain = min(widths[1])
     v = {width: max(1.0, min(seconds) / plain) for width, seconds in widths.items()}
-    figures = {}
-    for kind in drafts:
-        cost = CostModel(c=min(steps[kind]) / plain, v=v)
-        speedup = max(cost.speedup(gamma, alphas[kind]) for gamma in range(1, most + 1))
-        figures[kind] = Figures(alphas[kind], min(steps[kind]), speedup)
-    choice = Choice(figures, sure=all(quiet.values()))
-    log.info("%s", choice)
-    return choice
+    figures = {kind: Figures(*agreed[kind], min(steps[kind])) for kind in drafts}
+    promise = Promise(plain, v, figures, most, sure=all(quiet.values()))
+    log.info("%s", promise)
+    return promise
 
 
 def probe_text(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, known: int) -> list[int]:
@@ -177,18 +198,22 @@ def probe_text(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, k
     return drawn
 
 
-def _alphas(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence[int]) -> dict[str, float]:
-    """alpha = E[sum_x min(p, q)] of each draft, over as much of the text as the target reads in time."""
-    sums, read, begun = dict.fromkeys(drafts, 0.0), 0, perf_counter()
+def _agreement(
+    target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence[int]
+) -> dict[str, tuple[float, float]]:
+    """How often each draft's likeliest token is the target's, and alpha, over as much of the text as the target reads
+    in time."""
+    same, shared, read, begun = dict.fromkeys(drafts, 0.0), dict.fromkeys(drafts, 0.0), 0, perf_counter()
     while read < len(text) and (read < FEWEST or perf_counter() - begun < PATIENCE):
         piece = text[read : read + _PIECE]
         p = _probabilities(target, piece, read)
         for kind, runner in drafts.items():
             q = _probabilities(runner, piece, read)
             width = min(p.shape[-1], q.shape[-1])  # what one vocabulary has and the other lacks is never agreed on
-            sums[kind] += float(torch.minimum(p[:, :width], q[:, :width]).sum())
+            shared[kind] += float(torch.minimum(p[:, :width], q[:, :width]).sum())
+            same[kind] += float((p.argmax(-1) == q.argmax(-1)).sum())
         read += len(piece)
-    return {kind: min(1.0, total / read) for kind, total in sums.items()}
+    return {kind: (same[kind] / read, min(1.0, shared[kind] / read)) for kind in drafts}
 
 
 def _probabilities(runner: ModelRunner, tokens: Sequence[int], behind: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from headstart.machine.cpu.build import why_not
 from headstart.machine.cpu.open import open_packed
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.machine.cpu.thread_count import Timed
-from headstart.machine.load import draft_bits
-from headstart.machine.load.draft_bits import Choice, Figures, choose, probe_text, recall, remember
+from headstart.machine.load import pair_probe
 from headstart.machine.load.loading import load
+from headstart.machine.load.pair_probe import Figures, Promise, probe_text, recall, remember
+from headstart.machine.load.pair_probe import measure as measured
 from headstart.testing import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="the CPU kernels are not here")
@@ -38,7 +40,7 @@ class Clock:
         runner = step.args[0]  # type: ignore[attr-defined]
         kind = runner.packed.plan.kind if isinstance(runner, CpuRunner) else ""
         kind = kind if kind in self.seconds else "target"
-        seconds = self.seconds[kind] * (draft_bits.STEPS if kind != "target" else 1)
+        seconds = self.seconds[kind] * (pair_probe.STEPS if kind != "target" else 1)
         self.asked.append(kind)
         return Timed(seconds, seconds * threads * (0.5 if self.busy else 1.0), threads)
 
@@ -55,7 +57,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cl
 
     def started(*seconds: float, busy: bool = False) -> Clock:
         clock = Clock(*seconds, busy=busy)
-        monkeypatch.setattr(draft_bits, "timed", clock.timed)
+        monkeypatch.setattr(pair_probe, "timed", clock.timed)
         return clock
 
     return started
@@ -82,21 +84,21 @@ def bits(llm: LLM) -> str:
 
 
 def kept() -> list[Path]:
-    return list((draft_bits.cache_folder() / "drafts").glob("*.json"))
+    return list((pair_probe.cache_folder() / "drafts").glob("*.json"))
 
 
 def test_the_faster_draft_is_chosen_and_kept_with_the_pair(
     measure: Callable[..., Clock], folders: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = measure(10.0, 9.0, 0.5)
-    with caplog.at_level(logging.INFO, draft_bits.__name__):
+    with caplog.at_level(logging.INFO, pair_probe.__name__):
         llm = opened(folders)
     assert bits(llm) == "int4"
     assert len(kept()) == 1
     said = next(note for note in llm.report.notes if note.startswith("the draft's weights are int4"))
     assert [record.getMessage() for record in caplog.records] == [said]
     assert {"int8", "int4", "target"} == set(clock.asked)
-    packed = [path.name for path in (draft_bits.cache_folder() / "packed").iterdir()]
+    packed = [path.name for path in (pair_probe.cache_folder() / "packed").iterdir()]
     assert [("int4" in name, "int8" in name) for name in packed] == [(True, False)]  # only what runs is kept
 
     again = measure(10.0, 1.0, 9.0)  # would say otherwise, but is not asked
@@ -149,33 +151,35 @@ def test_live_models_are_measured_and_leave_no_trace(measure: Callable[..., Cloc
     assert not kept()
 
 
-def test_bits_that_were_asked_for_are_not_measured(measure: Callable[..., Clock], folders: tuple[str, str]) -> None:
+def test_bits_that_were_asked_for_stay(measure: Callable[..., Clock], folders: tuple[str, str]) -> None:
     clock = measure(10.0, 9.0, 0.5)
-    assert bits(opened(folders, draft_quantization="int8")) == "int8"
-    assert not clock.asked
-    assert not kept()
+    llm = opened(folders, draft_quantization="int8")
+    assert bits(llm) == "int8"
+    assert "int4" not in clock.asked
+    assert any(note.startswith("the draft, as measured beside this target") for note in llm.report.notes)
+    assert bits(opened(folders)) == "int4"  # and are another matter
 
 
 def test_a_tiny_draft_stays_int8(
     measure: Callable[..., Clock], folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = measure(10.0, 9.0, 0.5)
-    monkeypatch.setattr(assembly, "LEAST_PARAMETERS", draft_bits.LEAST_PARAMETERS)
+    monkeypatch.setattr(assembly, "LEAST_PARAMETERS", pair_probe.LEAST_PARAMETERS)
     assert bits(opened(folders)) == "int8"
     assert not clock.asked
 
 
 def test_alpha_is_that_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worse guesses are seen, though their steps cost the same; a draft that is its target agrees always."""
-    monkeypatch.setattr(draft_bits, "timed", Clock(10.0, 2.0, 2.0).timed)
+    monkeypatch.setattr(pair_probe, "timed", Clock(10.0, 2.0, 2.0).timed)
     same, other = (load(tiny_model("llama", seed=seed, **SHAPE)) for seed in (0, 1))
     short = {"rows": 1, "max_len": 300, "margin": 1, "probe": False, "threads": 1}
     target = open_packed(same, "int8", **short)  # type: ignore[arg-type]
     twin = open_packed(same, "int8", **short)  # type: ignore[arg-type]
     stranger = open_packed(other, "int4", **short)  # type: ignore[arg-type]
     text = probe_text(target, None, target.vocab_size)
-    assert len(text) == draft_bits.TOKENS
-    found = choose(target, {"int8": twin, "int4": stranger}, text, 4)
+    assert len(text) == pair_probe.TOKENS
+    found = measured(target, {"int8": twin, "int4": stranger}, text, 4)
     assert found is not None
     assert found.kind == "int8"
     assert found.figures["int8"].alpha == pytest.approx(1.0, abs=1e-5)
@@ -188,16 +192,21 @@ def test_too_little_text_chooses_nothing() -> None:
     runner = open_packed(
         load(tiny_model("llama", **SHAPE)), "int8", rows=1, max_len=64, margin=1, probe=False, threads=1
     )
-    assert choose(runner, {"int8": runner}, [1] * (draft_bits.FEWEST - 1), 4) is None
+    assert measured(runner, {"int8": runner}, [1] * (pair_probe.FEWEST - 1), 4) is None
 
 
 def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
-    choice = Choice({"int8": Figures(0.7, 0.004, 1.2), "int4": Figures(0.69, 0.003, 1.3)})
-    remember(tmp_path / "a.json", choice)
-    assert recall(tmp_path / "a.json") == choice
-    remember(tmp_path / "doubted.json", Choice(choice.figures, sure=False))
+    figures = {"int8": Figures(0.8, 0.7, 0.004), "int4": Figures(0.8, 0.69, 0.003)}
+    promise = Promise(0.04, {1: 1.0, 5: 1.2}, figures, 8)
+    assert promise.kind == "int4"
+    remember(tmp_path / "a.json", promise)
+    assert recall(tmp_path / "a.json") == promise
+    remember(tmp_path / "doubted.json", replace(promise, sure=False))
     assert not (tmp_path / "doubted.json").exists()
-    for text in ("", "[]", '{"int8": [1, 2]}', '{"int8": [1, 2, 3]}', '{"int4": "abc", "int8": [1, 2, 3]}'):
+    whole = (tmp_path / "a.json").read_text()
+    broken = [whole.replace(a, b) for a, b in (("0.7", '"x"'), ('"v"', '"w"'), ("0.04,", "0,"), ("0.69,", ""))]
+    assert all(text != whole for text in broken)
+    for text in ("", "[]", whole[:-5], *broken):
         (tmp_path / "b.json").write_text(text)
         assert recall(tmp_path / "b.json") is None, text
     assert recall(None) is None
