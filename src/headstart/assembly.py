@@ -99,8 +99,7 @@ def assemble(
         captured = open_captured(runner, drafter, config.draft, vocab_size, tell, name=target.report.architecture)
         if drafter is not None:
             lengths = captured.lengths if captured is not None and captured.drafting else None
-            kind = {"free": drafter.free, "ends_itself": drafter.ends_itself}
-            controller.meet(**kind, cost=beside.cost, forecast=beside.forecast, lengths=lengths)
+            controller.meet(free=drafter.free, ends_itself=drafter.ends_itself, lengths=lengths, **beside.known)
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
     engine = Engine(
         runner,
@@ -173,6 +172,11 @@ class _Beside:
     most: int  # tokens that a round may draft
     cost: float | None = None  # bytes that the draft reads for a token, over the target's; None: nobody knows
     forecast: Forecast | None = None  # None: it was not measured
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What a controller may know of the draft before it drafts: see ``Controller.meet``."""
+        return {"cost": self.cost, "forecast": self.forecast}
 
     def open(self, draft: Model) -> Runner:
         """See ``DraftContext.open_model``."""

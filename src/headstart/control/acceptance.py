@@ -37,6 +37,9 @@ class _Hits:
         self.hits = self.hits * fade + hit
         self.tries = self.tries * fade + 1
 
+    def fade(self, by: float) -> None:
+        self.hits, self.tries = self.hits * by, self.tries * by
+
     @property
     def rate(self) -> float:
         return self.hits / self.tries
@@ -51,6 +54,9 @@ class Acceptance:
 
     FADE = 0.985  # of everyone's record, with each guess
     OWN_FADE = 0.98
+    UNASKED = (
+        0.9  # of the next place, when a paid draft held to its end: else a few failures would end all drafts there
+    )
     OWN_WEIGHT = 6.0  # how many of a sequence's own tries count as much as everyone's record, at most
     DOUBT = 3.0, 1.5  # tries that are left of a record when things seem to have changed for the better, or worse
 
@@ -92,6 +98,8 @@ class Acceptance:
                     own[key] = _Hits(self.rate(key), min(tries, self.OWN_WEIGHT))
                 own[key].add(hit, self.OWN_FADE)
                 self._shared_hits(key).add(hit, self.FADE)
+            if strength < UNKNOWN and all(outcomes):
+                self._shared_hits(_grown(strength, len(outcomes))).fade(self.UNASKED)
         self._rates.clear()
 
     def forget(self, sequence_id: str) -> None:

@@ -56,7 +56,7 @@ class AdaptiveController:
     TOO_LARGE = 0.8  # a draft that reads this share of the target's bytes for a token cannot pay
     SUPPOSED = 0.1  # plain rounds that a draft step takes, where nobody knows
     USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
-    SURELY = 2.0  # times what it takes to begin must be won in what is left to write
+    SURELY, MEASURED = 2.0, 1.0  # times what it takes to begin must be won in what is left to write; with a forecast
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     DOUBTED = 3.0  # a first draft that took more times what it should is not believed
@@ -290,9 +290,11 @@ class AdaptiveController:
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
         reading = self._reading(rows) * (low(self._caught_up) if self._caught_up else 1.0)
         once = reading + 2 * self._costs.switch * (not self._drafted)
-        left = sum(self._left(view) for view in views)
+        left, surely = sum(self._left(view) for view in views), self.SURELY
+        if self._forecast is not None:
+            surely = self.MEASURED
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
-        wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > self.SURELY * once
+        wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
         if wins and self._probes.room > max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE):
             self._why = _PAYS
             return best if self._held or not step else 1  # the first drafts that cost time are short
