@@ -116,7 +116,7 @@ def end(scheduler: Scheduler, sequence: Sequence) -> None:
 
 
 def test_while_a_line_waits_prompts_are_read_several_at_a_time() -> None:
-    scheduler, running = busy_scheduler(rows=16, waiting=3)
+    scheduler, running = busy_scheduler(rows=32, waiting=3)
     end(scheduler, running[0])
     assert not scheduler.arriving, "a row waits for another to get free"
     end(scheduler, running[1])
@@ -125,9 +125,9 @@ def test_while_a_line_waits_prompts_are_read_several_at_a_time() -> None:
 
 
 def test_a_free_row_is_not_held_back_for_long() -> None:
-    scheduler, running = busy_scheduler(rows=16, waiting=3)
+    scheduler, running = busy_scheduler(rows=32, waiting=3)
     end(scheduler, running[0])
-    for _ in range(7):
+    for _ in range(3):
         scheduler.wrote(1)
     assert not scheduler.arriving
     scheduler.wrote(1)
@@ -139,7 +139,7 @@ def test_a_free_row_is_not_held_back_for_long() -> None:
 
 
 def test_nobody_waits_for_a_row_that_is_for_him_alone() -> None:
-    for rows, waiting in ((16, 1), (8, 3)):  # as many as wait; and few rows are worth no waiting
+    for rows, waiting in ((32, 1), (16, 3)):  # as many as wait; and few rows are worth no waiting
         scheduler, running = busy_scheduler(rows, waiting)
         end(scheduler, running[0])
         assert scheduler.arriving

@@ -273,8 +273,8 @@ class CapturedRounds:
         verdicts: list[Verdict | None] = []
         logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
         result, *columns = flight.host
-        for i, limit in enumerate(flight.limits):
-            accepted, token, ok, *drafted = result[i].tolist()
+        lines = result[: len(sequences), : 3 + flight.shape.gamma].tolist()
+        for i, (limit, (accepted, token, ok, *drafted)) in enumerate(zip(flight.limits, lines, strict=True)):
             proposals.append(Proposal.chain(drafted[:limit]) if limit else None)
             verdicts.append(Verdict.on(proposals[-1], range(accepted), token) if ok else None)
             wanted = sequences[i].params.logprobs

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..maths import noise
-from ..maths.asks import PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Served
+from ..maths.asks import PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Asks, Served
 from ..maths.limits import NO_TOP_K
 from ..maths.warp import History, Warp, temperature_of
 from ..types import SamplingParams, Verdict
@@ -56,11 +57,15 @@ def kind_of(sequences: Seq[Sequence], *, drafted: bool) -> Kind:
 
 
 def _kind(sequence: Sequence, drafted: bool) -> Kind:
-    """A row whose token is drawn by noise alone, because nothing was drafted, has no use for its rule."""
     params = sequence.params
-    kind: Kind = "greedy" if params.greedy else "rejected" if drafted and _rejects(params) else "coupled"
-    asks = sequence.asks if kind == "rejected" else sequence.asks - RULES
-    return kind if PROGRAMS[kind].takes([asks]) else "full"
+    return _kind_for(params.greedy, drafted and _rejects(params), sequence.asks)
+
+
+@lru_cache(4096)  # every row is asked several times a round, and few are different
+def _kind_for(greedy: bool, rejected: bool, asks: Asks) -> Kind:
+    """A row whose token is drawn by noise alone, because nothing was drafted, has no use for its rule."""
+    kind: Kind = "greedy" if greedy else "rejected" if rejected else "coupled"
+    return kind if PROGRAMS[kind].takes([asks if rejected else asks - RULES]) else "full"
 
 
 def _rejects(p: SamplingParams) -> bool:

@@ -27,8 +27,8 @@ from .sequence import Sequence
 
 __all__ = ["Chunk", "Scheduler"]
 
-_SHARE = 8  # while a line waits, a forward reads prompts for one row in so many, or more ...
-_PATIENCE = 8  # ... unless the rows that run have written so many tokens each since one got free
+_SHARE = 16  # while a line waits, a forward reads prompts for one row in so many, or more ...
+_PATIENCE = 4  # ... unless the rows that run have written so many tokens each since one got free
 _LOOKED_AT = 64  # waiting requests that are asked in a step whether they can be let in
 
 
