@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from statistics import mean, median
+from typing import Any
 
 import pytest
-from controller_world import Machine, Played, World, cpu, curve, plain_speed, played, same
+from controller_world import Machine, Played, View, World, cpu, curve, plain_speed, played, same
 
 from headstart.config import DraftConfig
 from headstart.control.acceptance import PAID, Acceptance
@@ -91,3 +92,24 @@ def test_a_place_that_failed_a_few_times_is_tried_again() -> None:
     for _ in range(30):
         found.learn([("a", PAID, (False,))])
     assert found.rate(PAID - 1) < 0.85, "a draft that failed says nothing for the next place"
+
+
+def test_while_nothing_is_drafted_hardly_anything_is_decided() -> None:
+    """Deciding takes a fiftieth of a small model's round. Nothing but what it asks for tells how often it is done."""
+    machine, controller = cpu(1 / 3), AdaptiveController(10)
+    controller.meet(free=False, ends_itself=False, cost=1 / 3, forecast=forecast(machine, 0.02))
+    asked = [0]
+    inner = controller._acceptance.chances
+
+    def chances(*arguments: Any) -> list[float]:
+        asked[0] += 1
+        return inner(*arguments)
+
+    controller._acceptance.chances = chances  # type: ignore[method-assign]
+    world = World(machine, 1, same(0.02), 0)
+    rounds = len(world.play(controller, 200).gammas)
+    assert 0.2 * rounds < asked[0] < 0.35 * rounds
+    world.views = [View("new")]  # somebody else is another matter, at once
+    before = asked[0]
+    controller.budgets(world.views, [10])
+    assert asked[0] == before + 1

@@ -103,6 +103,7 @@ class AdaptiveController:
         self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
         self._warm = False  # did it draft at all?
         self._drafted = False  # did the last round draft?
+        self._resting, self._at_rest = 0, tuple[str, ...]()  # rounds without a decision, and of whom
         self._why = _PLAIN
         self._figures: _Figures | str | None = None
 
@@ -119,7 +120,17 @@ class AdaptiveController:
                 f"reads for a token, and from {self.TOO_LARGE:.0%} on there is nothing to win"
             )
             return [0] * len(limits)
-        limits = [min(limit, self.max_gamma) for limit in limits]
+        names = tuple(view.id for view in views)
+        if self._resting and names == self._at_rest:
+            self._resting -= 1
+            return [0] * len(limits)
+        found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
+        if not any(found) and self._figures is not None and self._lengths is None:
+            self._resting, self._at_rest = self._probes.rest, names
+        return found
+
+    def _settled(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        """Budgets of drafts that cost time."""
         chances = [self._acceptance.chances(view.id, PAID, limit) for view, limit in zip(views, limits, strict=True)]
         behind = [self._behind.get(view.id, len(view.tokens)) for view in views]
         line = self._line(len(views))
@@ -128,7 +139,7 @@ class AdaptiveController:
         self._again = 1 - new / self._missing if self._missing else 0.0
         gamma = self._choose(views, chances, *line)
         if self._why == _PAYS and self._held and self.ends_itself and self._drafting:
-            return limits  # whether to draft is settled here, how far at every token
+            return list(limits)  # whether to draft is settled here, how far at every token
         if not gamma and self._missing and self._lengths is None:
             # All together cannot be afforded: the one with the least to read. (On a device all rows draft or none.)
             least = min((n for n, limit in zip(behind, limits, strict=True) if limit), default=0)
@@ -172,6 +183,7 @@ class AdaptiveController:
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
+        self._resting *= not drafted
         if paid:
             self._time_draft(first, paid)
         probe = drafted and self._why != _PAYS

@@ -73,6 +73,7 @@ class Costs:
     def __init__(self, measured: CostModel | None = None) -> None:
         """``measured``: the target's forwards by their width, if anybody knows."""
         self._measured = measured
+        self._wider: dict[int, float] = {}  # by rows: what a token more a row costs by it, in plain rounds
         self._cells: dict[int, dict[int, _Cell]] = {}
         self._ratios: deque[tuple[float, int]] = deque(maxlen=self.FOLLOWED)  # to what was expected, and the width
         self._switches: deque[float] = deque([0.0], maxlen=7)
@@ -162,8 +163,10 @@ class Costs:
         """Seconds that a wider round takes for each token more a row: as measured before anything was served, else as
         when prompts are read, else by its shape: more rows are nearer to where a forward is bound by arithmetic."""
         if self._measured is not None:
-            v = self._measured.verify
-            return plain * (v(4 * rows) / v(rows) - 1) / 3
+            if rows not in self._wider:
+                v = self._measured.verify
+                self._wider[rows] = (v(4 * rows) / v(rows) - 1) / 3
+            return plain * self._wider[rows]
         known = self.token * rows if self._read is not None else plain * (0.02 + 0.003 * rows)
         return min(known, self.DEAREST * plain)
 

@@ -17,6 +17,7 @@ class Probes:
     SHARE, LATER, EARLY = 0.008, 0.018, 256.0  # the share of the first EARLY ones, and of those after them
     WON = 2.0  # rounds of what drafts gained are kept for when they lose
     FIRST = 0.022  # of the rounds that lie ahead may go into finding out, at the start
+    LOOK = 3  # rounds at most between two looks at whether to draft: deciding takes time, too
     SOON, SELDOM = 4, 64  # rounds from one probe to the next: twice as many after each that failed
     FADE = 0.995  # of what guesses said, with each round: texts change
     DOUBT = 2.0  # guesses that may have held beside those that were seen
@@ -55,6 +56,15 @@ class Probes:
         """Plain rounds that may still be lost now."""
         early = min(self._rounds, self.EARLY)
         return self.ALLOWANCE + self.SHARE * early + self.LATER * (self._rounds - early) - self._lost
+
+    @property
+    def rest(self) -> int:
+        """Plain rounds after the next one in which there is nothing to decide: no probe is due, or what cannot be
+        afforded now will not be either. Never before the first probe was due: a drafter that has to catch up costs
+        more with every round."""
+        if self._idle >= self._every:
+            return self.LOOK
+        return min(self.LOOK, self._every - self._idle - 1) if self.tried else 0
 
     def due(self, cost: float, ahead: float, enough: float) -> bool:
         """Is it time to try a draft that is not expected to pay, and can its cost be afforded? The very first one also
