@@ -87,9 +87,9 @@ def assemble(
         vocab_size = target.report.tokenizer_size or runner.vocab_size
         controller = controller_for(config.draft)
         load = partial(load_draft, quantization=draft_quantization, dtype=draft_dtype, tell=tell, **placement)
-        origin = partial(known_by, source, Remote(revision, placement.get("token")))
+        remote = Remote(revision, placement.get("token"))
         about = (draft_quantization, str(draft_dtype), config.draft.most, config.engine.threads)
-        beside = _Beside(target, runner, origin, about, sizes, load, tell, config.draft.most)
+        beside = _Beside(target, runner, source, remote, about, sizes, load, tell, config.draft.most)
         drafter = None
         if config.draft.most > 0:  # else nothing will be drafted, so nothing is loaded or asked either
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
@@ -164,7 +164,8 @@ class _Beside:
 
     target: Loaded  # its report says what was taken for granted, and what was chosen
     runner: Runner  # the target's
-    origin: Callable[[], object]  # what the target's files are known by; None: it has none
+    source: Model  # where the target is from
+    remote: Remote
     about: tuple[object, ...]  # how the draft is asked for
     sizes: dict[str, Any]
     load: Callable[..., Opened]
@@ -216,7 +217,7 @@ class _Beside:
         """Where what is measured of this pair is kept; None: nothing is, or the models have no files to be known by."""
         if self.runner.device.type != "cpu":
             return None
-        files = known_by(draft, Remote()), self.origin()
+        files = known_by(draft, replace(self.remote, revision=None)), known_by(self.source, self.remote)
         if None in files:
             return None
         return pair_file(str(files), self.target.report.dtype, *self.about, torch.get_num_threads())
