@@ -44,6 +44,7 @@ NEIGHBOURS = {
     ("controller", "control"),
     ("lab", "distill"),
     ("assembly", "progress"),
+    ("cli", "server"),
 }
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}
 EXTRA = {

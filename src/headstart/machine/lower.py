@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantize import GROUP, Matrix, rounded
+from .quantize import GROUP, QUANTIZATIONS, Matrix, rounded
 
 __all__ = ["CLASSES", "TRITON_PARTS", "Layer", "Weights", "head_dim_of", "lower", "parts_of", "why_not", "window_of"]
 
@@ -140,7 +140,7 @@ class Weights:
 def why_not(model: nn.Module, kind: str | None = None) -> str | None:
     """None if the model can be lowered (and its weights rounded to ``kind``), else the reason in words."""
     name = type(model).__name__
-    if kind not in (None, "int8", "int4"):
+    if kind not in (None, *QUANTIZATIONS):
         return f"its weights cannot be rounded to {kind}"
     if name not in CLASSES:
         return f"{name} is not one of {', '.join(sorted(CLASSES))}"

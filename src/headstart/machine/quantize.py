@@ -13,11 +13,20 @@ Q4_1 blocks are those blocks again, to that type's rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "MINIMUM_UP", "SCALE_UP", "Matrix", "int8", "rounded"]
+__all__ = ["GROUP", "MINIMUM_UP", "QUANTIZATIONS", "SCALE_UP", "STORED", "Matrix", "Quantization", "int8", "rounded"]
+
+#: what people may ask for, and how such weights are kept on a GPU
+QUANTIZATIONS = {
+    "int8": "a scale for each output",
+    "int4": "a scale and a minimum for 32 weights (output head int8)",
+}
+Quantization: TypeAlias = Literal["auto", "int8", "int4"] | None
+STORED = {4: 5, 8: 8}  # bits that a weight takes with its share of the scales, by ``Matrix.bits``
 
 GROUP = 32
 SCALE_UP, MINIMUM_UP = 2.0**118, 2.0**-15  # how scales and minima of 4-bit groups are kept: as the kernels like them

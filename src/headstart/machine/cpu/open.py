@@ -16,13 +16,13 @@ import torch
 
 from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
 from ..load.loading import Capability, Loaded
+from ..quantize import QUANTIZATIONS
 from .build import why_not as no_kernels
 from .library import KINDS, instructions
 from .packed import Packed, pack_model, why_not
 from .runner import CpuRunner
 
 __all__ = [
-    "QUANTIZATIONS",
     "can_round_draft",
     "check_quantization",
     "described",
@@ -31,13 +31,13 @@ __all__ = [
     "reason_against",
 ]
 
-QUANTIZATIONS = ("int8", "int4")
 MOST_THREADS = 16  # more do not help: memory is the limit
 
 
 def check_quantization(name: str, value: object) -> None:
     if value not in (None, "auto", *QUANTIZATIONS):
-        raise InvalidParameter(name, f"must be 'auto', None, 'int8' or 'int4', not {value!r}")
+        *most, last = map(repr, QUANTIZATIONS)
+        raise InvalidParameter(name, f"must be 'auto', None, {', '.join(most)} or {last}, not {value!r}")
 
 
 def fall_back(what: str, reason: str) -> None:

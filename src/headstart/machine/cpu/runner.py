@@ -98,15 +98,8 @@ class CpuRunner(Watched, ModelRunner):
             )
         keys = slab.layers[0].keys
         record = ModelRecord(
-            hidden=plan.hidden,
-            heads=plan.heads,
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            ffn=plan.ffn,
-            vocab=plan.vocab,
-            layers=plan.layers,
+            **{name: getattr(plan, name) for name, *_ in ModelRecord._fields_ if hasattr(plan, name)},
             positions=len(self._cosines),
-            eps=plan.eps,
             float_keys=int(plan.exact),
             capacity=slab.capacity,
             row_stride=keys.stride(0),

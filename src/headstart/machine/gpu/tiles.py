@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..quantize import STORED
+
 __all__ = [
     "ALONE_CHUNK",
     "ALONE_SPLITS",
@@ -114,7 +116,7 @@ def fitting_stages(t: Tile, rows: int, together: int, tokens: int, *, bits: int,
     ``rows``: weight rows of a tile, of which ``together`` make a step; ``tokens``: padded; ``size``: bytes of an
     activation. Stages change no sum.
     """
-    stored = {4: 5, 8: 8}.get(bits, 8 * size)  # bits a weight, with its share of the scales
+    stored = STORED.get(bits, 8 * size)
     weights = together * rows * t.depth * stored // 8
     sums = t.slices * rows * tokens * 4
     return max(min(t.stages, 1 + (_SHARED - sums) // (weights + tokens * t.depth * size)), 1)

@@ -14,7 +14,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,11 +22,12 @@ from ...errors import ModelRefused
 from ...types import Tell, silent
 from .. import gpu
 from ..cpu.build import why_not as no_kernels
-from ..cpu.open import QUANTIZATIONS, can_round_draft, check_quantization, described, fall_back, open_packed
+from ..cpu.open import can_round_draft, check_quantization, described, fall_back, open_packed
 from ..cpu.packed import Packed
 from ..cpu.packed import why_not as why_not_packed
 from ..cpu.runner import CpuRunner
 from ..lower import CLASSES
+from ..quantize import QUANTIZATIONS, Quantization
 from ..runner import EagerRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .faults import check_folder, local_path
@@ -55,7 +56,6 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _INVARIANT = "invariant: a token's logits are the same bits alone, in any batch and in any draft"
 
-Quantization: TypeAlias = Literal["auto", "int8", "int4"] | None
 Runner: TypeAlias = EagerRunner | CpuRunner
 
 
@@ -240,13 +240,12 @@ def _rounded_on_gpu(opened: Opened, **options: Any) -> tuple[Runner, Loaded]:
 
 def _described(report: Capability, kind: str, size: int, *, released: bool) -> Capability:
     """The capability report of a model that runs rounded on a GPU."""
-    how = "a scale for each output" if kind == "int8" else "a scale and a minimum for 32 weights (output head int8)"
     saved = f"{size / 1e9:.2f} GB instead of {report.bytes / 1e9:.2f} GB"
     if not released:
         saved += " a step, beside the model that was passed in, which keeps its weights"
     note = (
-        f"weights are {kind} with {how}, embedding and activations {report.dtype}: {saved}; speculation is lossless "
-        "with respect to this rounded model"
+        f"weights are {kind} with {QUANTIZATIONS[kind]}, embedding and activations {report.dtype}: {saved}; "
+        "speculation is lossless with respect to this rounded model"
     )
     total = size if released else size + report.bytes
     return replace(report, dtype=kind, bytes=total, notes=(*report.notes, note), kernels="Triton")
