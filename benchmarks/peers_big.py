@@ -310,9 +310,8 @@ def rows(bench: Bench) -> dict[str, Any]:
         for _ in range(2):
             llm.cold()
             used.append(firsts())
-    late = [
-        median(line[i] for line in fresh) - median(line[i] for line in used) for i in range(1, ROWS)
-    ]  # the first row was used
+    # The first row was used.
+    late = [median(line[i] for line in fresh) - median(line[i] for line in used) for i in range(1, ROWS)]
     log(f"rows: a fresh one is {1000 * median(late):.1f} ms later, at the most {1000 * max(late):.1f} ms")
     return {"fresh_seconds": fresh, "used_seconds": used, "later_median": median(late), "later_most": max(late)}
 
@@ -358,9 +357,8 @@ def vllm(bench: Bench) -> dict[str, Any]:
         systems = {"headstart": partial(ours, some), "vllm": partial(theirs, some)}
         turns(systems, 1)  # warm up
         seconds = turns(systems, bench.runs)
-        written = len(some) * bench.tokens
         found[name] = ratio(seconds["vllm"], seconds["headstart"])
-        found[name]["tokens_per_second"] = {n: written / median(times) for n, times in seconds.items()}
+        found[name]["tokens_per_second"] = {n: len(some) * bench.tokens / median(times) for n, times in seconds.items()}
         log(f"bfloat16 {name}: {found[name]['median']:.2f}x vLLM, {found[name]['tokens_per_second']}")
     peer.close()
     return found
