@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DeviceTable
+from engines import DeviceTable, device_draft, device_engine, table, table_engine
+from engines import run as answers
 from slab_tools import check_slab
 from statistics_tools import chi_squared
 from test_drafters_head import SETTINGS, head
@@ -347,3 +348,18 @@ def test_which_draft_lengths_are_captured() -> None:
 def test_without_a_gpu_nothing_is_captured() -> None:
     llm = LLM(tiny_model("llama"), noisy(tiny_model("llama")), max_model_len=96, check=False)
     assert llm.engine.parts.captured is None
+
+
+@pytest.mark.parametrize("again", [{}, {"max_tokens": 9}, {"temperature": 0.9, "verification": "coupled"}])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_id_that_comes_again_has_its_own_text(drafted: bool, again: dict[str, Any]) -> None:
+    """Also where the device holds as many tokens of the request that had the id before."""
+    for seed in range(8):
+        target = table(6, seed=seed)
+        draft = device_draft(target + 0.4 * table(6, seed=99), rows=1) if drafted else None
+        engine = device_engine(target, draft, rows=1)
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 4, "seed": 3} | again)
+        first, second = (Request("same", tuple((seed + i * i) % 6 for i in range(count)), params) for count in (5, 8))
+        answers(engine, [first])
+        (mine,), (plain,) = (answers(e, [second]) for e in (engine, table_engine(target, None, rows=1)))
+        assert mine.token_ids == plain.token_ids

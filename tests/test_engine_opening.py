@@ -87,6 +87,18 @@ def test_capturing_tells_how_far_it_is() -> None:
     assert told == ["capturing rounds (0 of 2)", "capturing rounds (2 of 2)"]
 
 
+def test_rounds_stay_captured_where_reading_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    class Runner:
+        def capture_reads(self) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+    rounds: Any = Rounds()
+    rounds.runners = (Runner(),)
+    with caplog.at_level(logging.WARNING):
+        assert warm_up._captured(rounds, "Some", lambda text: None, compiled=False)
+    assert "read launch by launch" in caplog.text
+
+
 def test_what_cannot_be_captured_is_played_step_by_step(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         rounds: Any = Rounds(broken=True)

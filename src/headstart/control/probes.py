@@ -41,7 +41,7 @@ class Probes:
         guess held; ``enough``: the share that must, for a draft to pay. What was won pays for a few rounds that lose,
         not for many."""
         held = sum(guesses) > enough * len(guesses)
-        self._tries, self._hits = self._tries + len(guesses), self._hits + sum(guesses)
+        self._tries, self._hits = self._tries * self.FADE + len(guesses), self._hits * self.FADE + sum(guesses)
         self.tried = True
         self._rounds += cost
         self._lost = max(-self.WON, self._lost + cost - tokens)

@@ -102,8 +102,9 @@ class DeviceRows:
         self.counts = torch.zeros(rows, width, device=device)
         self._settings: tuple[object, ...] = ()
         self._limits: tuple[int, ...] = ()
-        # What the device holds: (sequence, committed tokens) of the running rows, the lengths of the idle ones.
-        self._level: tuple[tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]] | None = None
+        # What the device holds: (sequence, committed tokens) of the running rows, the lengths of the idle ones. Not
+        # their ids: one may come again with another text.
+        self._level: tuple[tuple[tuple[Sequence, int], ...], tuple[tuple[int, int], ...]] | None = None
         self._warps: dict[tuple[int, Kind, bool], Warp] = {}
         self._odd: set[int] = set()  # rows whose wide settings were ever sent
         self._ids = torch.arange(width, device=device)
@@ -149,7 +150,7 @@ class DeviceRows:
         """A round is over, and the device has taken its tokens in by itself; the host is about to."""
         if self._level is not None:
             grown = zip(sequences, verdicts, strict=True)
-            running = tuple((s.id, len(s.tokens) + (len(v.path) + 1 if v is not None else 0)) for s, v in grown)
+            running = tuple((s, len(s.tokens) + (len(v.path) + 1 if v is not None else 0)) for s, v in grown)
             self._level = running, self._level[1]
 
     def forget(self) -> None:
@@ -171,7 +172,7 @@ class DeviceRows:
         if wanted != self._limits:
             self.limits[: len(wanted)] = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
             self._limits = wanted
-        level = tuple((s.id, len(s.tokens)) for s in sequences), tuple(idle)
+        level = tuple((s, len(s.tokens)) for s in sequences), tuple(idle)
         if not fresh and level == self._level:
             return
         lines = [

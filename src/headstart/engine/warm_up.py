@@ -61,15 +61,22 @@ def _captured(rounds: CapturedRounds, name: str, tell: Tell, *, compiled: bool) 
             say("compiling kernels")
             _compile(rounds)
         rounds.warm_up(lambda done, total: say(f"capturing rounds ({done} of {total})"))
-        for runner in rounds.runners:
-            runner.capture_reads()
     except Exception as error:  # a model that looks at its tensors on the host (most mixtures of experts do)
         if telling:
             raise
         log.warning("rounds are played step by step: %s cannot be captured (%s)", name, error)
         return False
+    for runner in rounds.runners:
+        _capture_reads(runner)
     log.info("captured %d programs in %.1f s", rounds.captured_programs, perf_counter() - started)
     return True
+
+
+def _capture_reads(runner: DeviceRunner) -> None:
+    try:
+        runner.capture_reads()
+    except Exception as error:  # memory, say: rounds are captured all the same
+        log.warning("prompts are read launch by launch: reading cannot be captured (%s)", error)
 
 
 @torch.inference_mode()
