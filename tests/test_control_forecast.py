@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
@@ -13,7 +14,7 @@ from headstart.control.acceptance import PAID, Acceptance
 from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import controller_for
 from headstart.maths.cost import CostModel, Forecast
-from headstart.types import SamplingParams
+from headstart.types import Round, SamplingParams
 
 WORLDS = 12
 
@@ -113,3 +114,24 @@ def test_while_nothing_is_drafted_hardly_anything_is_decided() -> None:
     before = asked[0]
     controller.budgets(world.views, [10])
     assert asked[0] == before + 1
+
+
+def test_a_first_draft_in_a_bad_moment_does_not_undo_the_forecast() -> None:
+    """Three drafts that took twice as long as they should: not enough to end what was measured to pay."""
+    machine = cpu(1 / 3)
+    plain, gammas = machine.forward(1, 1) / 1e3, []
+    for known in (forecast(machine, 0.76), None):
+        controller = AdaptiveController(10)
+        controller.meet(free=False, ends_itself=False, cost=1 / 3, forecast=known)
+        view, round_ = View("0", [1] * 4, 4), Round("0", 0, 0, 1, 1, 1, 0, 0.0, plain, plain)
+        for _ in range(4):
+            controller.budgets([view], [10])
+            controller.observe([round_])
+        slow = replace(round_, drafted=1, accepted=1, emitted=2, width=2, outcomes=(True,))
+        drafting, verify = 2 * plain / 3, 1.6 * plain
+        slow = replace(slow, draft_seconds=drafting, verify_seconds=verify, round_seconds=drafting + verify)
+        for _ in range(3):
+            controller.observe([slow])
+        gammas.append(controller.budgets([view], [10])[0])
+    assert gammas[0] > 0, "with the forecast it goes on"
+    assert gammas[1] == 0, "without one nothing else is known"

@@ -267,10 +267,12 @@ class AdaptiveController:
 
     def _line(self, rows: int) -> tuple[float, float]:
         """Seconds that any draft takes, and more for each of its tokens."""
-        if self._drafting:
-            start, step = self._drafting.line(rows)
-            return start * self._costs.level, step * self._costs.level
         table = self._costs.table(rows)
+        if self._drafting:
+            start, step = (seconds * self._costs.level for seconds in self._drafting.line(rows))
+            if self._forecast is not None and table and self._drafting.few(rows):  # timed in a bad moment, perhaps
+                step = min(step, self._forecast.cost.c * table[0][1])
+            return start, step
         ratio = self._forecast.cost.c if self._forecast is not None else self._cost_ratio or self.SUPPOSED
         return 0.0, ratio * table[0][1] if table else 0.0
 

@@ -193,9 +193,9 @@ class Costs:
         if all(times >= self.TRUSTED for _, _, times in points[1:]):
             return [(1, lowest, points[0][2]), *points[1:]]
         step = self._supposed(rows, lowest * self.level) / self.level
+        start = lowest * (1.15 if self._measured is None else 1.05)
         return [(1, lowest, points[0][2])] + [
-            (w, s if times >= self.TRUSTED else min(s, lowest * 1.15 + 2 * step * (w - 1)), times)
-            for w, s, times in points[1:]
+            (w, s if times >= self.TRUSTED else min(s, start + 2 * step * (w - 1)), times) for w, s, times in points[1:]
         ]
 
 
@@ -238,6 +238,11 @@ class DraftSeconds:
 
     def __bool__(self) -> bool:
         return bool(self._seen)
+
+    def few(self, rows: int = 1) -> bool:
+        """Is what ``line`` says of little weight?"""
+        found = nearest(self._seen, _like(rows))
+        return found is None or len(self._seen[found]) < self.FEW
 
     def line(self, rows: int = 1) -> tuple[float, float]:
         """Seconds of the start, and of each token, for the number of rows nearest to this one."""
