@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_kernels.py --out benchmarks/results/cpu-kernels.json
 
-A table of kind x tokens: time of the products over time of the read, and how fast the read is. Matrices are of a 1.5B
-model's shape and together too large for any cache. Reads and products take turns; the best of all turns.
+A table of kind x tokens: time of the products over time of the read, how fast the read is, and which share of the
+integer units' peak (dot-product instructions on registers, all threads) the widest products reach. Matrices are of a
+1.5B model's shape and together too large for any cache. Peak, reads and products take turns; the best of all turns.
 """
 
 from __future__ import annotations
@@ -56,11 +57,25 @@ def weights(kind: str, outputs: int, inputs: int, total: int) -> Weights:
     )
 
 
+def peak(threads: int, seconds: float = 0.01) -> float:
+    """Products of 8-bit numbers a second, in registers, on all threads; 0: not measured with these instructions."""
+    rounds, workers, library = 1 << 14, pool(threads), kernels()
+    while True:
+        begun = perf_counter()
+        done = int(library.hs_multiply(workers, rounds))
+        took = perf_counter() - begun
+        if not done or took >= seconds:
+            return done / took
+        rounds *= 2
+
+
 def measure(kind: str, outputs: int, inputs: int, total: int, threads: int, turns: int) -> dict[str, float]:
     made, library, workers = weights(kind, outputs, inputs, total), kernels(), pool(threads)
     x, y = torch.randn(max(TOKENS), inputs), torch.empty(max(TOKENS), outputs)
     seconds: dict[int, list[float]] = {n: [] for n in (0, *TOKENS)}
+    most = 0.0
     for _ in range(turns):
+        most = max(most, peak(threads))
         for n in seconds:
             begun = perf_counter()
             if n == 0:
@@ -72,6 +87,11 @@ def measure(kind: str, outputs: int, inputs: int, total: int, threads: int, turn
     read = min(seconds[0])
     found = {str(n): round(min(seconds[n]) / read, 3) for n in TOKENS}
     found["read GB/s"] = round(made.memory.numel() / read / 1e9, 1)
+    if most:
+        for n in (8, max(TOKENS)):
+            products = n * outputs * inputs * len(made.records) / min(seconds[n])
+            found[f"share of the peak, {n} tokens"] = round(products / most, 3)
+        found["peak, products/s"] = float(f"{most:.3g}")
     return found
 
 
@@ -98,7 +118,9 @@ def main() -> None:
     for kind in chosen.kinds:
         row = measure(kind, chosen.outputs, chosen.inputs, chosen.mib << 20, chosen.threads, chosen.turns)
         table[kind] = row
-        print(f"{kind:<9}" + "".join(f"{row[str(n)]:7.2f}" for n in TOKENS) + f"{row['read GB/s']:9.1f}")
+        print(f"{kind:<9}" + "".join(f"{row[str(n)]:7.2f}" for n in TOKENS) + f"{row['read GB/s']:9.1f}", end="")
+        shares = [f"{share:.0%}" for name, share in row.items() if name.startswith("share")]
+        print("   of the peak, 8 and 16 tokens: " + ", ".join(shares) if shares else "")
     if chosen.out:
         about = {"processor": processor(), "instructions": instructions(), "threads": chosen.threads}
         chosen.out.write_text(as_json({**about, "over a plain read": table}), encoding="utf-8")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from headstart.machine.cpu import build
 from headstart.machine.cpu import plan as plan_module
-from headstart.machine.cpu.library import KINDS, MatrixRecord, kernels, pool
+from headstart.machine.cpu.library import KINDS, MatrixRecord, instructions, kernels, pool
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.plan import EXACT
 from headstart.machine.cpu.runner import CpuRunner
@@ -88,6 +88,12 @@ def level(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(reason)
     return str(request.param)
+
+
+def test_the_peak_counts_its_products(level: str) -> None:
+    """Two threads, ten rounds of 16 instructions of 64 products each; what has no such instruction is not measured."""
+    wanted = 2 * 10 * 16 * 64 if instructions(level) == "AVX-512 VNNI" else 0
+    assert kernels(level).hs_multiply(pool(2, level), 10) == wanted
 
 
 def rounded_weights(x: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], ...]:

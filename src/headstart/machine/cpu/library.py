@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_pool_new": (c_void_p, [c_int]),
     "hs_product": (None, [c_void_p, POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
     "hs_read": (None, [c_void_p, c_void_p, c_int64]),
+    "hs_multiply": (c_int64, [c_void_p, c_int64]),
     "hs_model_new": (c_void_p, [POINTER(ModelRecord)]),
     "hs_model_free": (None, [c_void_p]),
     "hs_forward": (c_int, [c_void_p, c_void_p, POINTER(CallRecord)]),

@@ -297,3 +297,23 @@ HS_API void hs_read(void* pool, const uint8_t* data, int64_t bytes) {
         },
         &reading);
 }
+
+// Products of 8-bit numbers in registers, on all threads: how many in all, or 0 where that is not measured. What any
+// product can do at the most.
+HS_API int64_t hs_multiply(void* pool, int64_t rounds) {
+    struct Multiplying {
+        int64_t rounds;
+        std::atomic<int64_t> done{0};
+        std::atomic<int32_t> seen{0};
+    } call;
+    call.rounds = rounds;
+    ((Pool*)pool)->run(
+        [](void* argument, int thread) {
+            Multiplying& m = *(Multiplying*)argument;
+            int32_t seen = thread;
+            m.done += most_products(m.rounds, &seen);
+            m.seen += seen;
+        },
+        &call);
+    return call.done;
+}

@@ -110,11 +110,67 @@ HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const
     }
 }
 
+constexpr int STEP = 8;  // groups between two looks at the sums in memory: a block of 256 inputs, or several of 32
+
+// Groups g .. g + count - 1 of W tiles times N tokens, whose sums are in registers meanwhile: tile i's part is added to
+// out[i * N + t]. ``ahead``: where weights are asked for, an equal part of all TILES tiles for each of their groups.
+template <int KIND, int W, int TILES, int N>
+HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t stride, int g, int count, const Inputs& in,
+                        vf* out) {
+    constexpr size_t PART = block_bytes(KIND) / block_groups(KIND), ASKED = PART * W / TILES;
+    constexpr int TWO = N < 2 ? 1 : 2;  // tokens at once
+    Shared<KIND> shared[W];
+    vf sums[W * N];
+    for (int i = 0; i < W; i++) shared[i].from(tile[i] + PART * g + scales_at(KIND));
+    for (int i = 0; i < W * N; i++) sums[i] = out[i];
+#pragma GCC unroll 1
+    for (int k = 0; k < count; k++) {
+        Block<W> numbers;
+        Scales<KIND> own[W];
+        for (int i = 0; i < TILES; i++)
+            for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * k + line);
+        for (int i = 0; i < W; i++) {
+            const uint8_t* block = tile[i] + PART * (by_256(KIND) ? g : g + k);
+            numbers.template unpack<KIND>(i, block + (by_256(KIND) ? group_bytes(KIND) * k : 0));
+            own[i].from(shared[i], block + scales_at(KIND), k);
+        }
+        const size_t at = (size_t)(g + k) * in.rows;
+#pragma GCC unroll 4
+        for (int t = 0; t < N; t += TWO)
+            if (N - t >= TWO)
+                add_group<KIND, W, TWO>(numbers, own, in, at + t, N, sums + t);
+            else
+                add_group<KIND, W, 1>(numbers, own, in, at + t, N, sums + t);
+    }
+    for (int i = 0; i < W * N; i++) out[i] = sums[i];
+}
+
+// Two to four tokens: ``product`` in steps. One alone waits for memory, which is read faster group by group.
+template <int KIND, int W, int TILES, int N>
+__attribute__((noinline)) void few_product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, vf* out) {
+    constexpr size_t PART = block_bytes(KIND) / block_groups(KIND);
+    const int groups = blocks * block_groups(KIND);
+    for (int i = 0; i < TILES * N; i++) out[i] = splat(0.0f);
+    for (int g = 0; g < groups; g += STEP)
+        for (int first = 0; first < TILES; first += W) {
+            const int count = groups - g < STEP ? groups - g : STEP;
+            const size_t next = PART * g + PART * count * first / TILES + AHEAD;
+            const uint8_t *tile[W], *ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
+            for (int i = 0; i < W; i++) tile[i] = data + stride * (first + i);
+            add_step<KIND, W, TILES, N>(tile, ahead, stride, g, count, in, out + first * N);
+        }
+}
+
 // ``tiles`` tiles (``stride`` bytes apart), W at a time, times ``tokens`` tokens: out[i * tokens + t] is tile i's 16 outputs
 // for token t. Tiles are streams of memory, which a core reads faster together than one by one: what is asked for behind a
-// tile's end is the stream's next tile. Sums are kept in ``out``, so that the registers hold the weights.
+// tile's end is the stream's next tile. Sums of many tokens are kept in ``out``, so that the registers hold the weights.
 template <int KIND, int W, int TILES>
 HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
+    if constexpr (Block<W>::FEW >= 4 && KIND != Q6_K) {
+        if (tokens == 2) return few_product<KIND, W, TILES, 2>(data, stride, blocks, in, out);
+        if (tokens == 3) return few_product<KIND, W, TILES, 3>(data, stride, blocks, in, out);
+        if (tokens == 4) return few_product<KIND, W, TILES, 4>(data, stride, blocks, in, out);
+    }
     constexpr int MOST = KIND == Q6_K ? 1 : 4;  // tokens at once: as many as there are registers for
     constexpr size_t PART = block_bytes(KIND) / block_groups(KIND);
     for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
