@@ -30,6 +30,8 @@ namespace hs {
 
 enum Kind : int32_t { INT8 = 0, INT4 = 1, FLOAT = 2, Q4_K = 3, Q5_K = 4, Q6_K = 5, BFLOAT = 6, HALF = 7 };
 constexpr int KINDS = 8;
+// All that are rounded, for switches over kinds: DO(kind) for each.
+#define HS_ROUNDED_KINDS(DO) DO(INT8) DO(INT4) DO(Q4_K) DO(Q5_K) DO(Q6_K)
 
 constexpr bool by_256(int kind) { return kind >= Q4_K && kind <= Q6_K; }
 constexpr bool is_exact(int kind) { return kind == FLOAT || kind == BFLOAT || kind == HALF; }  // floats, not rounded

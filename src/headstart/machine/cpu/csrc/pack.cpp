@@ -302,11 +302,10 @@ void unpack_row(const Matrix& m, int output, float* to) {
     for (int b = 0; b < m.blocks(); b++, to += block_inputs(m.kind)) {
         const uint8_t* block = m.tile(output / LANES) + block_bytes(m.kind) * b;
         switch (m.kind) {
-            case INT8: unpack_block<INT8>(block, lane, to); break;
-            case INT4: unpack_block<INT4>(block, lane, to); break;
-            case Q4_K: unpack_block<Q4_K>(block, lane, to); break;
-            case Q5_K: unpack_block<Q5_K>(block, lane, to); break;
-            case Q6_K: unpack_block<Q6_K>(block, lane, to); break;
+#define HS_UNPACK(KIND) \
+    case KIND: unpack_block<KIND>(block, lane, to); break;
+            HS_ROUNDED_KINDS(HS_UNPACK)
+#undef HS_UNPACK
             case FLOAT:
                 for (int k = 0; k < GROUP; k++) to[k] = ((const float*)block)[k * LANES + lane];
                 break;

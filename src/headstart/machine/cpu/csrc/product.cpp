@@ -64,11 +64,10 @@ static void run_floats(const Matrix& m, int first, int count, const Inputs& in, 
 
 void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
     switch (m.kind) {
-        case INT8: run<INT8>(m, first, count, in, tokens, out); break;
-        case INT4: run<INT4>(m, first, count, in, tokens, out); break;
-        case Q4_K: run<Q4_K>(m, first, count, in, tokens, out); break;
-        case Q5_K: run<Q5_K>(m, first, count, in, tokens, out); break;
-        case Q6_K: run<Q6_K>(m, first, count, in, tokens, out); break;
+#define HS_RUN(KIND) \
+    case KIND: run<KIND>(m, first, count, in, tokens, out); break;
+        HS_ROUNDED_KINDS(HS_RUN)
+#undef HS_RUN
         case BFLOAT: run_floats<BFLOAT>(m, first, count, in, tokens, out); break;
         case HALF: run_floats<HALF>(m, first, count, in, tokens, out); break;
         default: run_floats<FLOAT>(m, first, count, in, tokens, out);
