@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from headstart.machine.cpu import build
 from headstart.machine.cpu import plan as plan_module
-from headstart.machine.cpu.library import KINDS, MatrixRecord, instructions, kernels, pool
+from headstart.machine.cpu.formats import KINDS
+from headstart.machine.cpu.library import MatrixRecord, instructions, kernels, pool
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed, why_not
 from headstart.machine.cpu.plan import EXACT
 from headstart.machine.cpu.runner import CpuRunner

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from headstart.machine.cpu import build
 from headstart.machine.cpu import runner as runner_module
-from headstart.machine.cpu.library import KINDS, LayerRecord, MatrixRecord, kernels
+from headstart.machine.cpu.formats import KINDS
+from headstart.machine.cpu.library import LayerRecord, MatrixRecord, kernels
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))

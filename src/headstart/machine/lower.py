@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantize import GROUP, QUANTIZATIONS, Matrix, rounded
+from .quantize import GROUP, MAKERS, Matrix, grouped, rounded
 
 __all__ = ["CLASSES", "TRITON_PARTS", "Layer", "Weights", "head_dim_of", "lower", "parts_of", "why_not", "window_of"]
 
@@ -140,7 +140,7 @@ class Weights:
 def why_not(model: nn.Module, kind: str | None = None) -> str | None:
     """None if the model can be lowered (and its weights rounded to ``kind``), else the reason in words."""
     name = type(model).__name__
-    if kind not in (None, *QUANTIZATIONS):
+    if kind not in (None, *MAKERS):
         return f"its weights cannot be rounded to {kind}"
     if name not in CLASSES:
         return f"{name} is not one of {', '.join(sorted(CLASSES))}"
@@ -166,8 +166,8 @@ def why_not(model: nn.Module, kind: str | None = None) -> str | None:
         for child in module.children():
             if "Linear" in type(child).__name__ and type(child) is not nn.Linear:
                 return f"its layers are {type(child).__name__}, not plain linear layers"
-    if kind == "int4" and (config.hidden_size % GROUP or config.intermediate_size % GROUP):
-        return f"its widths are not multiples of {GROUP}, and 4-bit weights come in groups of {GROUP}"
+    if grouped(kind) and (config.hidden_size % GROUP or config.intermediate_size % GROUP):
+        return f"its widths are not multiples of {GROUP}, and {kind} weights come in groups of {GROUP}"
     return None
 
 

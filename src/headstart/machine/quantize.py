@@ -18,7 +18,19 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "MINIMUM_UP", "QUANTIZATIONS", "SCALE_UP", "STORED", "Matrix", "Quantization", "int8", "rounded"]
+__all__ = [
+    "GROUP",
+    "MAKERS",
+    "MINIMUM_UP",
+    "QUANTIZATIONS",
+    "SCALE_UP",
+    "STORED",
+    "Matrix",
+    "Quantization",
+    "grouped",
+    "int8",
+    "rounded",
+]
 
 #: what people may ask for, and how such weights are kept on a GPU
 QUANTIZATIONS = {
@@ -70,7 +82,7 @@ class Matrix:
 
 def rounded(weight: Tensor, kind: str) -> Matrix:
     """``weight`` [outputs, inputs] rounded to ``kind``: "int8" or "int4"."""
-    make = {"int8": int8, "int4": _int4}[kind]
+    make = MAKERS[kind]
     pieces = [make(weight[at : at + _ROWS]) for at in range(0, len(weight), _ROWS)]
     data, scales = (torch.cat(part) for part in zip(*pieces, strict=True))
     return Matrix(data, scales)
@@ -95,3 +107,12 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return packed.view(outputs, inputs // 2), torch.stack([scale * SCALE_UP, minimum * MINIMUM_UP], dim=2).to(
         weight.dtype
     )
+
+
+#: what weights can be rounded to on a GPU: a name of QUANTIZATIONS that only a CPU has is missing here
+MAKERS = {"int8": int8, "int4": _int4}
+
+
+def grouped(kind: str | int | None) -> bool:
+    """Does this kind (or these ``Matrix.bits``) have scales for groups of inputs?"""
+    return kind in ("int4", 4)

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ..stored import Bytes, Rows, Stored
-from .library import KINDS, MatrixRecord, kernels
+from .library import MatrixRecord, kernels
 
-__all__ = ["as_floats", "kind_for", "known", "pack_rows", "row_bytes"]
+__all__ = ["KINDS", "as_floats", "kind_for", "known", "pack_rows", "row_bytes"]
 
+#: Kinds of packed matrices (csrc/layout.h). The K kinds want inputs in multiples of 256.
+KINDS = {"int8": 0, "int4": 1, "float32": 2, "q4_k": 3, "q5_k": 4, "q6_k": 5, "bfloat16": 6, "float16": 7}
 #: way -> its number in GGUF, inputs of a block, bytes of a block, and the kind that keeps it ("": none does)
 _WAYS = {
     "F32": (0, 1, 4, "float32"),

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..head import HeadNet
 from ..kvcache import Slab
 from ..slab_layer import on_cache_line
-from .library import KINDS, MatrixRecord, each, kernels, pool
+from .formats import KINDS
+from .library import MatrixRecord, each, kernels, pool
 from .plan import GROUP, LANES
 from .sampling import REJECTING, Knobs
 

@@ -14,7 +14,6 @@ from typing import Any
 from .build import isa, load_kernels
 
 __all__ = [
-    "KINDS",
     "CallRecord",
     "LayerRecord",
     "MatrixRecord",
@@ -25,9 +24,6 @@ __all__ = [
     "kernels",
     "pool",
 ]
-
-#: Kinds of packed matrices (csrc/layout.h). The K kinds want inputs in multiples of 256.
-KINDS = {"int8": 0, "int4": 1, "float32": 2, "q4_k": 3, "q5_k": 4, "q6_k": 5, "bfloat16": 6, "float16": 7}
 
 
 def each(kind: Any, names: str) -> list[tuple[str, Any]]:

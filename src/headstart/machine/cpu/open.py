@@ -18,7 +18,8 @@ from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
 from ..load.loading import Capability, Loaded
 from ..quantize import QUANTIZATIONS
 from .build import why_not as no_kernels
-from .library import KINDS, instructions
+from .formats import KINDS
+from .library import instructions
 from .packed import Packed, pack_model, why_not
 from .runner import CpuRunner
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from ..files import open_guarded, replacing
 from ..slab_layer import on_cache_line
 from ..stored import Rows, Stored, in_memory
-from .formats import as_floats, pack_rows
-from .library import KINDS, MatrixRecord, kernels
+from .formats import KINDS, as_floats, pack_rows
+from .library import MatrixRecord, kernels
 from .names import Parts, parts_from
 from .plan import LANES, Matrix, Plan, plan_from, plan_of, plan_text, why_not
 

@@ -23,7 +23,8 @@ from ..lower import head_dim_of, parts_of, window_of
 from ..lower import why_not as why_not_lowered
 from ..slab_layer import LINE
 from ..stored import Rows
-from .library import KINDS, kernels
+from .formats import KINDS
+from .library import kernels
 
 __all__ = ["EXACT", "GROUP", "LANES", "Matrix", "Plan", "plan_from", "plan_of", "plan_text", "why_not"]
 

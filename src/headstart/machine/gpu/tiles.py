@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quantize import STORED
+from ..quantize import STORED, grouped
 
 __all__ = [
     "ALONE_CHUNK",
@@ -82,7 +82,7 @@ def tile(
     ``many``: for more than 16 tokens, which are as many bytes as the weights, so that more weights should meet them.
     """
     if dtype == torch.float32:  # for exactness, not for speed
-        return Tile(rows=16, depth=128 if bits == 4 else 64, slices=4, warps=4, stages=2, prefetch=0)
+        return Tile(rows=16, depth=128 if grouped(bits) else 64, slices=4, warps=4, stages=2, prefetch=0)
     if alone and inputs <= 2048:
         depth = power_of_two(inputs)
         if outputs * inputs > 1 << 23:
