@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from common import as_json
 
-from headstart.machine.cpu.library import KINDS, MatrixRecord, instructions, kernels, pool
+from headstart.machine.cpu.formats import KINDS
+from headstart.machine.cpu.library import MatrixRecord, instructions, kernels, pool
 from headstart.machine.slab_layer import on_cache_line
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
