@@ -54,9 +54,7 @@ class Acceptance:
 
     FADE = 0.985  # of everyone's record, with each guess
     OWN_FADE = 0.98
-    UNASKED = (
-        0.9  # of the next place, when a paid draft held to its end: else a few failures would end all drafts there
-    )
+    UNASKED = 0.9  # of the next place, when a paid draft held to its end: else a few failures would end drafts there
     OWN_WEIGHT = 6.0  # how many of a sequence's own tries count as much as everyone's record, at most
     DOUBT = 3.0, 1.5  # tries that are left of a record when things seem to have changed for the better, or worse
 

@@ -270,7 +270,8 @@ class Engine:
             budget -= sum(len(chunk.tokens) for chunk in chunks)
             for chunk in chunks:
                 self._tell.begun(self._handles[chunk.sequence.request.id])
-            everyone, whole = ([c.sequence for c in chunks if c.last or not only] for only in (False, True))
+            everyone = [chunk.sequence for chunk in chunks]
+            whole = [chunk.sequence for chunk in chunks if chunk.last]
             if len(chunks) == len(whole) == 1 and self._drafts_from_prompts:
                 self._settle()  # rows are about to change
                 well = self._round(whole, self._slab.row(whole[0].id))

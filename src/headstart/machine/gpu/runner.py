@@ -83,9 +83,10 @@ class FusedRunner(EagerRunner):
         self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
         width = tokens.shape[1]
-        if self._reads is not None and len(lengths) == 1 and tree is None and not skinny_rows(width):
+        alone = len(lengths) == 1 and tree is None and not skinny_rows(width)
+        if self._reads is not None and alone and keep is not None:
             piece = (rows.start, lengths[0], tokens[0].tolist())  # a prompt's end: the host has just sent it
-            if keep is not None and self._reads.takes([piece], keep):
+            if self._reads.takes([piece], keep):
                 return self._reads.read([piece], keep)
         longest = max(lengths) + width
         return self.fused.forward(
