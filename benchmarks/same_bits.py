@@ -74,16 +74,20 @@ def set_gamma(llm: LLM, gamma: str, own: Controller) -> None:
 # -- the same ids ---------------------------------------------------------------------------------------------------
 
 
-def passes(llm: LLM, ids: list[list[int]], params: list[SamplingParams], together: int, count: int) -> list[Any]:
+def passes(
+    llm: LLM, ids: list[list[int]], params: list[SamplingParams], together: int, count: int, again: int
+) -> list[Any]:
     """[pass][request] the ids of the answers. Requests come in groups as large as there are rows, so that a group's
-    prompts are still warm in its later passes."""
+    prompts are still warm in its later passes. ``again``: only so many of a group are written in its later passes."""
     found: list[list[Any]] = [[] for _ in range(count)]
     for group in range(0, len(ids), ROWS):
         llm.cold()
         for line in found:
-            for at in range(group, min(group + ROWS, len(ids)), together):
+            stop = min(group + (ROWS if line is found[0] else again), len(ids))
+            for at in range(group, stop, together):
                 end = min(at + together, group + ROWS)
-                line += [list(answer.token_ids) for answer in llm.generate(ids[at:end], params[at:end])]
+                answers = llm.generate(ids[at:end], params[at:end])
+                line += [(i, list(answer.token_ids)) for i, answer in enumerate(answers, start=at)]
     return found
 
 
@@ -100,12 +104,14 @@ def same_ids(bench: Bench, arguments: argparse.Namespace) -> None:
             set_gamma(llm, gamma, own)
             for together in arguments.together:
                 started = time.perf_counter()
-                found = passes(llm, ids, params, together, arguments.passes)
-                want = known.setdefault(kind, found[0])
-                equal = [sum(a == b for a, b in zip(line, want, strict=True)) for line in found]
+                again = arguments.again if together == 1 else ROWS
+                found = passes(llm, ids, params, together, arguments.passes, again)
+                want = known.setdefault(kind, [answer for _, answer in found[0]])
+                equal = [sum(want[i] == answer for i, answer in line) for line in found]
+                written = [len(line) for line in found]
                 name = f"{kind}, gamma {gamma}, {together} together"
-                table[name] = {"same": equal, "of": len(ids), "seconds": time.perf_counter() - started}
-                log(f"{name}: {equal} of {len(ids)} the same, pass by pass ({table[name]['seconds']:.0f} s)")
+                table[name] = {"same": equal, "of": written, "seconds": time.perf_counter() - started}
+                log(f"{name}: {equal} of {written} the same, pass by pass ({table[name]['seconds']:.0f} s)")
                 bench.results["same_ids"] = {"invariant": not arguments.default, "tokens": arguments.tokens} | table
                 bench.store("same-bits-default.json" if arguments.default else "same-bits.json")
     (bench.out / "same-bits-reference.json").write_text(as_json(known))
@@ -165,6 +171,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--again", type=int, default=ROWS, help="how many of each 32 are written again when alone")
     parser.add_argument("--default", action="store_true", help="without invariant, to see what it changes")
     parser.add_argument("--reference", help="answers of an earlier run")
     parser.add_argument("--out", default="benchmarks/results")
