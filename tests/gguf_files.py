@@ -115,7 +115,8 @@ def write_gguf(
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     for key, value in settings.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        ways = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add = ways[type(value)]
         add(f"{arch}.{key}", value)
     tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!", "AB"]
     tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]

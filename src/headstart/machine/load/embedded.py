@@ -104,6 +104,7 @@ def _wheel_file() -> Path | None:
 def _convert(gguf: Path, folder: Path, say: Tell) -> None:
     """Write the folder in one step: another process sees it whole or not at all."""
     model, tokenizer = read_gguf(gguf)
+    assert tokenizer is not None
     if no_kernels(say=say) is None:
         say(f"packing {gguf.name} for this CPU")
         _pack(model, tokenizer)
@@ -154,6 +155,7 @@ def embedded_packed(folder: Path, say: Tell = silent) -> tuple[Loaded, Packed] |
             return found
         say(f"packing {gguf.name} for this CPU (once, some seconds)")
         model, tokenizer = read_gguf(gguf)
+        assert tokenizer is not None
         packed = _pack(model, tokenizer)
     return (outlined(folder, capability(model, tokenizer)), packed) if packed is not None else None
 

@@ -7,7 +7,8 @@ Does not know: the file format (``gguf_header``), how weights are packed or run,
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from .refusals import model_class, refusals, refuse
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["empty_model", "mapped", "read_gguf", "read_tokenizer", "rope_factors"]
+__all__ = ["check_all_read", "empty_model", "mapped", "read_gguf", "read_tokenizer", "rope_factors"]
 
 # Architectures for which transformers' own reader is not asked: it takes half a minute for a large vocabulary.
 _SETTINGS = {
@@ -40,13 +41,26 @@ _SETTINGS = {
     "attention.key_length": "head_dim",
     "vocab_size": "vocab_size",
 }
-_OWN = {"llama": {"rope.dimension_count": "head_dim"}, "qwen2": {}, "qwen3": {}, "phi3": {}}
+_OWN = {
+    "llama": {"rope.dimension_count": "head_dim"},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {"attention.sliding_window": "sliding_window"},
+}
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
 _INTERLEAVED = ("llama",)  # architectures whose rotary pairs lie side by side
 _ROPE_FACTORS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # by which frequencies are divided, in longrope
+_NO_WEIGHTS = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_short|rope_factors_long|attn_rot_embd)\.weight")
+_NO_TOKENIZER = ("none", "no_vocab")
+# Biases that some models of an architecture have and others have not, and the setting that says so.
+_BIASES = {
+    "attention_bias": (("llama", "qwen3"), ("attn_q", "attn_k", "attn_v", "attn_output")),
+    "mlp_bias": (("llama",), ("ffn_gate", "ffn_up", "ffn_down")),
+}
 
 
-def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Read a GGUF file into an ordinary model. Quantized weights become ordinary numbers again (``dtype``, float32)."""
     header = read_header(path)
     with _in_one_sentence(path):
@@ -71,38 +85,63 @@ def empty_model(path: Path, header: Header, dtype: torch.dtype = torch.float32) 
     return model
 
 
-def read_tokenizer(path: Path, config: Any) -> PreTrainedTokenizerBase:
-    """The file's tokenizer. ``config``: the model's, which knows its special tokens."""
+def read_tokenizer(path: Path, header: Header, config: Any) -> PreTrainedTokenizerBase | None:
+    """The file's tokenizer; None if it has none. ``config``: the model's, which knows its special tokens."""
+    known = header.settings
+    if "tokenizer.ggml.tokens" not in known or known.get("tokenizer.ggml.model") in _NO_TOKENIZER:
+        return None
     first = gguf_parts(path)[0]
-    with _in_one_sentence(path):
+    with _in_one_sentence(path, "{}'s tokenizer cannot be read", "; pass tokenizer= to use another"):
         # Not AutoTokenizer: it reads the whole header once more, only to learn that it needs this class.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             str(first.parent), gguf_file=first.name, trust_remote_code=False
         )
-    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was encoded
-    for name in ("bos_token", "eos_token"):  # transformers 5.17 mixes them up; the header has them right
-        number = getattr(config, f"{name}_id", None)
-        if isinstance(number, int):
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
+        tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was encoded
+        for name in ("bos_token", "eos_token"):  # transformers 5.17 mixes them up; the header has them right
+            number = getattr(config, f"{name}_id", None)
+            if isinstance(number, int):
+                setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     return tokenizer
 
 
 def mapped(header: Header) -> dict[str, Stored]:
-    """All tensors of a file, where they lie in it; with the order of their rows where that is not Hugging Face's."""
+    """All tensors of a file, where they lie in it; with the order of their rows where that is not Hugging Face's. Zeros
+    for biases that only some parts of the model have."""
     files = {file: MappedFile(file) for file in {entry.file for entry in header.tensors.values()}}
-    return {name: _stored(entry, files[entry.file], header) for name, entry in header.tensors.items()}
+    found = {name: _stored(entry, files[entry.file], header) for name, entry in header.tensors.items()}
+    for parts in _biased(header).values():
+        for name, entry in header.tensors.items():
+            whole, _, sort = name.rpartition(".")
+            if sort == "weight" and whole.rpartition(".")[2] in parts and f"{whole}.bias" not in found:
+                length = entry.shape[0]
+                found[f"{whole}.bias"] = Stored("F32", (length,), np.zeros(4 * length, dtype=np.uint8))
+    return found
 
 
-def rope_factors(header: Header) -> torch.Tensor | None:
+def rope_factors(header: Header, name: str = _ROPE_FACTORS) -> torch.Tensor | None:
     """By what each frequency of the rotation is divided (Llama 3.1 and later); None: by nothing."""
-    entry = header.tensors.get(_ROPE_FACTORS)
-    if entry is None or entry.kind != "F32":
+    entry = header.tensors.get(name)
+    if entry is None:
         return None
+    if entry.kind != "F32":
+        raise ModelRefused(f"{entry.file} has {name} in {entry.kind}, which is not read here: convert it again")
     return torch.from_numpy(MappedFile(entry.file).bytes[entry.at :][: entry.bytes].copy()).view(torch.float32)
 
 
+def check_all_read(path: Path, header: Header, unread: Iterable[str]) -> None:
+    """Refuse a file of which something was left over, as llama.cpp does: without it, it is another model."""
+    if header.architecture not in _OWN:
+        return  # transformers' own readers take some tensors under other names
+    left = sorted(name for name in unread if not _NO_WEIGHTS.fullmatch(name))
+    if left:
+        raise ModelRefused(
+            f"{path} has {len(left)} tensors that are not read as parts of a {header.architecture} model, such as "
+            f"{left[0]!r}: it is damaged, or a kind of model that is not known here"
+        )
+
+
 @contextmanager
-def _in_one_sentence(path: Path) -> Iterator[None]:
+def _in_one_sentence(path: Path, what: str = "{} cannot be read as a model", advice: str = "") -> Iterator[None]:
     """Whatever a file does to its readers, whose errors have no one type, is a ModelRefused; and nothing is printed."""
     try:
         with quiet():
@@ -111,7 +150,7 @@ def _in_one_sentence(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         text = " ".join(str(error).split())[:200]
-        raise ModelRefused(f"{path} cannot be read as a model ({type(error).__name__}: {text})") from error
+        raise ModelRefused(f"{what.format(path)} ({type(error).__name__}: {text}){advice}") from error
 
 
 # -- names and orders ---------------------------------------------------------------------------------------------
@@ -140,18 +179,59 @@ def _settings(path: Path, header: Header) -> dict[str, Any]:
     for theirs, ours in _TOKENS.items():
         if f"tokenizer.ggml.{theirs}_token_id" in known:
             settings[ours] = known[f"tokenizer.ggml.{theirs}_token_id"]
-    settings.setdefault("vocab_size", known.get("tokenizer.ggml.tokens"))
-    scaling = {"rope_type": header.named("rope.scaling.type"), "factor": header.named("rope.scaling.factor")}
-    if scaling["rope_type"] in ("linear", "yarn") and scaling["factor"]:
-        original = header.named("rope.scaling.original_context_length")
-        more = {"original_max_position_embeddings": original} if original else {}
-        settings["rope_scaling"] = scaling | more
-    return settings
+    table = header.tensors.get("token_embd.weight")
+    if table is not None:  # as llama.cpp: the setting is only a note
+        settings["vocab_size"] = table.shape[0]
+    return settings | dict.fromkeys(_biased(header), True) | _rotation(path, header)
+
+
+def _biased(header: Header) -> dict[str, tuple[str, ...]]:
+    """Settings that say that the model has biases, and the parts that have them then."""
+    there = {name.rpartition(".")[0].rpartition(".")[2] for name in header.tensors if name.endswith(".bias")}
+    return {
+        setting: parts
+        for setting, (architectures, parts) in _BIASES.items()
+        if header.architecture in architectures and there.intersection(parts)
+    }
+
+
+def _rotation(path: Path, header: Header) -> dict[str, Any]:
+    """The settings of how heads are turned: which of their channels, and how fast."""
+    found: dict[str, Any] = {}
+    heads, width, turning = map(header.named, ("attention.head_count", "embedding_length", "rope.dimension_count"))
+    head_dim = header.named("attention.key_length") or (turning if header.architecture == "llama" else None)
+    if head_dim is None and isinstance(heads, int) and isinstance(width, int) and heads:
+        head_dim = width // heads
+    if turning and head_dim and turning != head_dim:
+        if header.architecture != "phi3":
+            raise ModelRefused(
+                f"{path} turns {turning} of the {head_dim} channels of each head; {header.architecture} models are "
+                "known here only with all of them turned"
+            )
+        found["partial_rotary_factor"] = turning / head_dim
+    kind, factor = header.named("rope.scaling.type"), header.named("rope.scaling.factor")
+    if kind is None and header.named("rope.scale_linear"):  # what files had before there were several kinds
+        kind, factor = "linear", header.named("rope.scale_linear")
+    original = header.named("rope.scaling.original_context_length")
+    more = {"original_max_position_embeddings": original} if original else {}
+    short, long = rope_factors(header, _SHORT), rope_factors(header, _LONG)
+    if short is not None and long is not None:
+        found["rope_scaling"] = {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
+        if (scale := header.named("rope.scaling.attn_factor")) is not None:
+            found["rope_scaling"]["attention_factor"] = scale
+        found |= more  # where Phi3's configuration has it
+        found["rope_scaling"] |= more
+    elif kind in ("linear", "yarn"):
+        if factor:
+            found["rope_scaling"] = {"rope_type": kind, "factor": factor} | more
+    elif kind not in (None, "none"):
+        raise ModelRefused(f"{path} scales its rotation in a way that is not known here: {kind!r}")
+    return found
 
 
 def _stored(entry: Entry, file: MappedFile, header: Header) -> Stored:
     order = None
-    part = entry.name.split(".")[-2]
+    part = entry.name.rpartition(".")[0].rpartition(".")[2]
     if header.architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
         heads = header.named("attention.head_count" if part == "attn_q" else "attention.head_count_kv")
         heads = heads or header.named("attention.head_count")
@@ -168,7 +248,9 @@ def _halves(rows: int, heads: int) -> Rows:
 # -- spelt out ----------------------------------------------------------------------------------------------------
 
 
-def _spelt_out(path: Path, header: Header, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _spelt_out(
+    path: Path, header: Header, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
     from transformers import AutoModelForCausalLM
@@ -180,6 +262,7 @@ def _spelt_out(path: Path, header: Header, dtype: torch.dtype) -> tuple[PreTrain
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     found: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # what a processor makes of several tensors
     names, state, there = get_gguf_hf_weights_map(model, processor), model.state_dict(), set()
+    unread = set(header.tensors)
     for name, stored in mapped(header).items():
         lines = stored.bytes.reshape(*stored.shape[:-1], -1)
         weights = dequantize(lines, GGMLQuantizationType[stored.kind])
@@ -192,7 +275,9 @@ def _spelt_out(path: Path, header: Header, dtype: torch.dtype) -> tuple[PreTrain
                 )
             place.copy_(torch.from_numpy(np.array(done.weights)))  # each at once: no second model in memory
             there.add(names[done.name])
+            unread.discard(name)
         stored.advise(needed=False)
+    check_all_read(path, header, unread)
     missing, _ = model.load_state_dict(found["tensors"], strict=False)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -202,4 +287,4 @@ def _spelt_out(path: Path, header: Header, dtype: torch.dtype) -> tuple[PreTrain
     factors, rotary = rope_factors(header), getattr(getattr(model, "model", None), "rotary_emb", None)
     if factors is not None and rotary is not None:
         rotary.inv_freq /= factors.to(rotary.inv_freq)
-    return model, read_tokenizer(path, config)
+    return model, read_tokenizer(path, header, config)

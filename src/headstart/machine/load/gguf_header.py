@@ -103,7 +103,7 @@ def is_gguf(source: object) -> bool:
 def gguf_parts(path: Path) -> list[Path]:
     """All files of a model that is named by one of them."""
     found = _PART.fullmatch(path.name)
-    if found is None:
+    if found is None or not 0 < int(found["number"]) <= int(found["count"]):
         return [path]
     count = int(found["count"])
     return [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
@@ -134,7 +134,7 @@ def read_header(path: Path) -> Header:
         raise ModelRefused(f"{path} holds no model: it has {len(entries)} tensors, or names no architecture")
     header = Header(settings, {entry.name: entry for entry in entries})
     layers, named = _layers(entries), header.named("block_count")
-    if isinstance(named, int) and named > layers:
+    if isinstance(named, int) and not 0 < named <= layers:
         raise ModelRefused(f"{path} is damaged: it describes {named} layers and has {layers}")
     return header
 
@@ -250,7 +250,7 @@ def _entries(path: Path, cursor: _Cursor, count: int) -> Iterator[Entry]:
 
     for _ in range(count):
         name, dimensions = cursor.text(), cursor.number("<I")
-        if dimensions > _MOST_DIMENSIONS:
+        if not 0 < dimensions <= _MOST_DIMENSIONS:
             raise _CutShort
         shape = tuple(cursor.number() for _ in range(dimensions))[::-1]
         number, offset = cursor.number("<I"), cursor.number()

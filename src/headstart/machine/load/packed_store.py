@@ -25,7 +25,7 @@ from ..cache import guarded_folders
 from ..cpu.packed import VERSION, Packed, load_packed, said_about, save_packed
 from ..cpu.plan import Plan, plan_from, plan_text
 from ..files import make_readable, new_folder, read_guarded, sweep, temporary, write_whole
-from .gguf_header import gguf_parts
+from .gguf_header import gguf_parts, is_gguf
 from .hub import Remote, found_at
 from .loading import Loaded, fetch_tokenizer
 from .model_info import outlined, report_from, report_text
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 ROOM = 20.0  # gigabytes for all copies, unless $HEADSTART_CACHE_GB says otherwise; 0 keeps none
 _SHELF = "packed"  # the cache's folder for copies
 _WEIGHTS = "weights.safetensors"
+_READING = 2  # how GGUF files are read: raised when one that was read before becomes another model
 _OUTLINE = "outline.json"  # of a model whose weights are packed from its file each time
 
 
@@ -65,7 +66,7 @@ def place_for(
     if found is None:
         return None
     path, stats = found
-    about = json.dumps([VERSION, kind, str(dtype), stats])
+    about = json.dumps([VERSION, kind, str(dtype), stats, *([_READING] if is_gguf(path) else [])])
     name = f"{path.stem[:40]}-{kind}-{hashlib.sha256(about.encode()).hexdigest()[:20]}"
     for shelf in guarded_folders(_SHELF):
         if (shelf / name).exists():

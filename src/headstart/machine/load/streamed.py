@@ -24,7 +24,7 @@ from ..cpu.packed import Packed
 from ..cpu.plan import Plan, plan_of, why_not
 from ..lower import CLASSES
 from ..stored import safetensors_in
-from .gguf import empty_model, mapped, read_tokenizer, rope_factors
+from .gguf import check_all_read, empty_model, mapped, read_tokenizer, rope_factors
 from .gguf_header import Header, read_header
 from .hub import Remote
 from .loading import Loaded, capability, fetch_tokenizer
@@ -65,7 +65,10 @@ def stream_gguf(
         return reason
     try:
         plan = _rotated(plan_of(model, "int8" if kind == OWN else kind), header)
-        parts = parts_from(plan, mapped(header), GGUF)
+        weights = mapped(header)
+        parts = parts_from(plan, weights, GGUF)
+        read = {id(stored) for part in parts.values() for stored in part}
+        check_all_read(path, header, (name for name, stored in weights.items() if id(stored) not in read))
         _check_ways(path, parts)
     except Unfit as error:
         raise ModelRefused(f"{path} {error}") from error
@@ -73,8 +76,9 @@ def stream_gguf(
     if kind == OWN:
         plan = _own_plan(plan, parts)
     packed = _filled(plan, parts, path.name, tell)
-    own = tokenizer if tokenizer is not None else read_tokenizer(path, model.config)
+    own = tokenizer if tokenizer is not None else read_tokenizer(path, header, model.config)
     report = capability(model, own)
+    refuse(report.reasons)
     dtype = header.kind if kind == OWN else report.dtype
     report = replace(report, device="cpu", dtype=dtype, notes=(*report.notes, *notes))
     return Streamed(_loaded(model.config, model.generation_config, own, report), packed)
@@ -122,6 +126,7 @@ def stream_folder(
     tokenizer = tokenizer or fetch_tokenizer(name or str(folder), remote)
     generation = generation_in(folder) or model.generation_config
     report = replace(capability(model, tokenizer), device="cpu")
+    refuse(report.reasons)
     return Streamed(_loaded(config, generation, tokenizer, report), packed)
 
 
