@@ -89,13 +89,18 @@ def write_gguf(
     more: dict[str, np.ndarray] | None = None,
     split: int = 0,
     name: str = "",
+    special: tuple[str, ...] = (),
+    filling: int = 0,
+    about: dict[str, bool | int | str] | None = None,
     **settings: Any,
 ) -> Path:
     """A GGUF file with a small byte-level tokenizer, as llama.cpp's converter writes it.
 
     ``kind`` and ``table``: what the layers' matrices, and the embedding and the output head, are quantized to;
     ``kinds``: exceptions, by a tensor's name. ``more``: further tensors. ``split``: how many go into each of several
-    files. ``name``: the model's. ``settings``: further ones of the architecture.
+    files. ``name``: the model's. ``special``: control tokens, from number 95 on. ``filling``: tokens at the end of the
+    vocabulary that only fill it up. ``about``: what else the header says of the tokenizer. ``settings``: further ones
+    of the architecture.
     """
     gguf = pytest.importorskip("gguf")
     config: Any = model.config
@@ -119,10 +124,17 @@ def write_gguf(
         add = ways[type(value)]
         add(f"{arch}.{key}", value)
     tokens = ["<unk>", "<s>", "</s>", *(chr(33 + i) for i in range(90)), "!!", "AB"]
-    tokens += [f"<spare{i}>" for i in range(config.vocab_size - len(tokens))]
+    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(special)
+    tokens += special
+    tokens += [f"<spare{i}>" for i in range(config.vocab_size - filling - len(tokens))]
+    types += [gguf.TokenType.NORMAL] * (len(tokens) - len(types)) + [gguf.TokenType.UNUSED] * filling
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), config.vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_token_types(types)
+    for key, said in (about or {}).items():
+        put = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(said)]
+        put(f"tokenizer.ggml.{key}", said)
     writer.add_token_merges(["! !", "A B"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

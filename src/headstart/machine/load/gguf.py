@@ -1,7 +1,8 @@
 """GGUF files as models: their configuration, their tensors under our names, their tokenizer; or all of it spelt out.
 
 Knows: what an architecture's settings and tensors are called in GGUF, and how its rows are ordered there.
-Does not know: the file format (``gguf_header``), how weights are packed or run, or who asks.
+Does not know: the file format (``gguf_header``), what its tokens mean (``gguf_tokenizer``), how weights are packed or
+run, or who asks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from ...errors import HeadstartError, ModelRefused
 from ..stored import MappedFile, Rows, Stored
 from .gguf_header import Entry, Header, gguf_parts, read_header
+from .gguf_tokenizer import end_turns, tokenizer_in
 from .quiet import quiet
 from .refusals import model_class, refusals, refuse
 
@@ -85,22 +86,15 @@ def empty_model(path: Path, header: Header, dtype: torch.dtype = torch.float32) 
     return model
 
 
-def read_tokenizer(path: Path, header: Header, config: Any) -> PreTrainedTokenizerBase | None:
-    """The file's tokenizer; None if it has none. ``config``: the model's, which knows its special tokens."""
+def read_tokenizer(path: Path, header: Header, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The file's tokenizer; None if it has none. The model, which knows its special tokens, is told which of them end
+    an answer."""
     known = header.settings
     if "tokenizer.ggml.tokens" not in known or known.get("tokenizer.ggml.model") in _NO_TOKENIZER:
         return None
-    first = gguf_parts(path)[0]
     with _in_one_sentence(path, "{}'s tokenizer cannot be read", "; pass tokenizer= to use another"):
-        # Not AutoTokenizer: it reads the whole header once more, only to learn that it needs this class.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            str(first.parent), gguf_file=first.name, trust_remote_code=False
-        )
-        tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was encoded
-        for name in ("bos_token", "eos_token"):  # transformers 5.17 mixes them up; the header has them right
-            number = getattr(config, f"{name}_id", None)
-            if isinstance(number, int):
-                setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
+        tokenizer = tokenizer_in(path, header, model.config)
+        end_turns(model, tokenizer, header)
     return tokenizer
 
 
@@ -287,4 +281,4 @@ def _spelt_out(
     factors, rotary = rope_factors(header), getattr(getattr(model, "model", None), "rotary_emb", None)
     if factors is not None and rotary is not None:
         rotary.inv_freq /= factors.to(rotary.inv_freq)
-    return model, read_tokenizer(path, header, config)
+    return model, read_tokenizer(path, header, model)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 ROOM = 20.0  # gigabytes for all copies, unless $HEADSTART_CACHE_GB says otherwise; 0 keeps none
 _SHELF = "packed"  # the cache's folder for copies
 _WEIGHTS = "weights.safetensors"
-_READING = 2  # how GGUF files are read: raised when one that was read before becomes another model
+_READING = 3  # how GGUF files are read: raised when one that was read before becomes another model, or its tokenizer
 _OUTLINE = "outline.json"  # of a model whose weights are packed from its file each time
 
 

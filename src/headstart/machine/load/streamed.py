@@ -76,7 +76,7 @@ def stream_gguf(
     if kind == OWN:
         plan = _own_plan(plan, parts)
     packed = _filled(plan, parts, path.name, tell)
-    own = tokenizer if tokenizer is not None else read_tokenizer(path, header, model.config)
+    own = tokenizer if tokenizer is not None else read_tokenizer(path, header, model)
     report = capability(model, own)
     refuse(report.reasons)
     dtype = header.kind if kind == OWN else report.dtype
