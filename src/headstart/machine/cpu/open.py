@@ -99,7 +99,8 @@ def described(report: Capability, packed: Packed, *, own: bool = False) -> Capab
     """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names."""
     kind = packed.plan.kind
     if packed.plan.exact:
-        note = f"weights are {kind}, as they are; nothing is rounded: activations, keys and values are float32"
+        kept = ", as they are; nothing is rounded" if own else ""
+        note = f"weights are {kind}{kept}: activations, keys and values are float32"
     elif own:
         note = (
             "activations are rounded to 8 bits for each token; speculation is lossless with respect to this model; "

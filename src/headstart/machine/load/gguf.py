@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...errors import HeadstartError, ModelRefused
+from ...types import Tell, silent
 from ..stored import MappedFile, Rows, Stored
 from .gguf_header import Entry, Header, gguf_parts, read_header
 from .gguf_tokenizer import end_turns, tokenizer_in
@@ -61,11 +63,13 @@ _BIASES = {
 }
 
 
-def read_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def read_gguf(
+    path: Path, dtype: torch.dtype | None = None, tell: Tell = silent
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Read a GGUF file into an ordinary model. Quantized weights become ordinary numbers again (``dtype``, float32)."""
     header = read_header(path)
     with _in_one_sentence(path):
-        return _spelt_out(path, header, dtype or torch.float32)
+        return _spelt_out(path, header, dtype or torch.float32, tell)
 
 
 def empty_model(path: Path, header: Header, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -242,8 +246,17 @@ def _halves(rows: int, heads: int) -> Rows:
 # -- spelt out ----------------------------------------------------------------------------------------------------
 
 
+class _NothingRandom(TorchFunctionMode):
+    """Weights are not drawn at random, which takes longer than reading them: each of them is read, or missed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.uniform_, torch.Tensor.normal_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _spelt_out(
-    path: Path, header: Header, dtype: torch.dtype
+    path: Path, header: Header, dtype: torch.dtype, tell: Tell
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -252,11 +265,12 @@ def _spelt_out(
 
     config = empty_model(path, header, dtype).config
     # Not from_pretrained(gguf_file=...), which wants the package accelerate for this, and does not know parts.
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    with _NothingRandom():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     found: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # what a processor makes of several tensors
     names, state, there = get_gguf_hf_weights_map(model, processor), model.state_dict(), set()
-    unread = set(header.tensors)
+    unread, taken = set(header.tensors), 0
     for name, stored in mapped(header).items():
         lines = stored.bytes.reshape(*stored.shape[:-1], -1)
         weights = dequantize(lines, GGMLQuantizationType[stored.kind])
@@ -271,6 +285,8 @@ def _spelt_out(
             there.add(names[done.name])
             unread.discard(name)
         stored.advise(needed=False)
+        taken += header.tensors[name].numbers
+        tell(f"loading {path.name} as {str(dtype).removeprefix('torch.')}: {taken / header.numbers:.0%}")
     check_all_read(path, header, unread)
     missing, _ = model.load_state_dict(found["tensors"], strict=False)
     model.tie_weights()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import HeadstartError, InvalidParameter, MissingExtra, ModelNotFound, ModelRefused
+from ...types import Tell, silent
 from ..runner import attention_kinds, context_limit
 from .faults import check_folder, check_snapshot, explained, local_path
 from .gguf import read_gguf
@@ -86,11 +87,13 @@ def load(
     revision: str | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
+    tell: Tell = silent,
 ) -> Loaded:
     """Load a model from a folder, a ``.gguf`` file or the Hugging Face hub, or take a live one as it is.
 
     ``dtype="auto"`` is the checkpoint's on a GPU and float32 on the CPU; ``device`` defaults to the GPU if there is
-    one. ``token`` (or HF_TOKEN) opens gated repositories. Raises ``ModelRefused`` or ``ModelNotFound``.
+    one. ``token`` (or HF_TOKEN) opens gated repositories. ``tell``: told of what takes long. Raises ``ModelRefused`` or
+    ``ModelNotFound``.
     """
     wanted, place = _dtype(dtype), device_for(device)
     remote = Remote(revision, token, local_files_only, trust_remote_code)
@@ -113,7 +116,7 @@ def load(
     else:
         if wanted is None and place.type == "cpu" and device_map is None:
             wanted = torch.float32
-        ready, own, notes = _fetch(model, wanted, device_map, remote)
+        ready, own, notes = _fetch(model, wanted, device_map, remote, tell)
         if device_map is None:
             ready = ready.to(place)
     if isinstance(tokenizer, (str, Path)):
@@ -228,14 +231,14 @@ def find_model(name: str | Path, remote: Remote) -> Path:
 
 
 def _fetch(
-    name: str | Path, dtype: torch.dtype | None, device_map: Any, remote: Remote
+    name: str | Path, dtype: torch.dtype | None, device_map: Any, remote: Remote, tell: Tell = silent
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, tuple[str, ...]]:
     """The model, its tokenizer, and what there is to say of its weights."""
     path = local_path(name)
     if path is not None and is_gguf(path) and path.is_file():
         header = read_header(path)
         # A file of few bits has no type of its own: on a GPU it gets the one that models are trained in.
-        model, tokenizer = read_gguf(path, dtype or (torch.float32 if header.kind == "F32" else torch.bfloat16))
+        model, tokenizer = read_gguf(path, dtype or (torch.float32 if header.kind == "F32" else torch.bfloat16), tell)
         how = "read" if header.kind in FLOATS else "spelt out"
         return model, tokenizer, (header.weights(f"{how} as {str(model.dtype).removeprefix('torch.')}"),)
     if device_map is not None and find_spec("accelerate") is None:

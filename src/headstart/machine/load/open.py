@@ -22,6 +22,7 @@ from ...errors import ModelRefused
 from ...types import Tell, silent
 from .. import gpu
 from ..cpu.build import why_not as no_kernels
+from ..cpu.formats import known
 from ..cpu.open import can_round_draft, check_quantization, described, fall_back, open_packed
 from ..cpu.packed import Packed
 from ..cpu.packed import why_not as why_not_packed
@@ -35,7 +36,7 @@ from .gguf_header import FLOATS, Header, is_gguf, read_header
 from .hub import Remote, architecture, snapshot
 from .loading import Capability, Loaded, device_for, load
 from .packed_store import keep, keep_outline, place_for, take, take_outline
-from .streamed import OWN, Streamed, pack_again, stream_folder, stream_gguf
+from .streamed import OWN, OWN_BITS, Streamed, pack_again, stream_folder, stream_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -135,7 +136,7 @@ def load_target(
         what = f"{Path(str(source)).name} runs in float32 on torch, several times slower than with its own bits"
         fall_back(what, str(ready))
         notes = (*notes, f"{what}: {ready}")
-    loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement)
+    loaded = load(source, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement)
     loaded = _noted(loaded, *notes)
     if isinstance(source, (str, Path)) and is_gguf(source) and kind is None and not notes:
         loaded = _advised(loaded, read_header(Path(source).expanduser()))
@@ -155,7 +156,7 @@ def _advised(loaded: Loaded, header: Header) -> Loaded:
     if loaded.model.device.type == "cpu":
         if why_not_packed(loaded.model) is not None:
             return loaded
-        return _noted(loaded, "without dtype= and quantization= it runs with its own bits, several times faster")
+        return _noted(loaded, OWN_BITS)
     if gpu.reason_against(loaded.model, "int4") is not None:
         return loaded
     note = "quantization='int4' or 'int8' rounds them anew"
@@ -180,7 +181,7 @@ def load_draft(
     ready = wish.taken(None, tell) or wish.streamed(None, tell)
     if isinstance(ready, Opened):
         return replace(ready, choosable=quantization == "auto" and wish.kind in QUANTIZATIONS)
-    loaded = load(source, dtype=dtype, **placement)
+    loaded = load(source, dtype=dtype, tell=tell, **placement)
     if quantization == "auto" and not can_round_draft(loaded):
         return Opened(loaded, ours=isinstance(source, (str, Path)))
     place = wish._replace(kind=kind).place()  # of what is packed now, not of what the file has
@@ -283,7 +284,12 @@ class _Wish(NamedTuple):
             return None
         path = Path(self.source).expanduser()
         if is_gguf(path):
-            return OWN if dtype == "auto" and path.is_file() and read_header(path).kind in FLOATS[:3] else None
+            if not path.is_file():
+                return None
+            header = read_header(path)
+            if dtype == "auto":
+                return OWN if header.kind in FLOATS[:3] else None
+            return dtype if all(map(known, header.kinds)) else None
         if architecture(path, self.revision) not in CLASSES:
             return None
         return OWN if dtype == "auto" else dtype
@@ -299,7 +305,7 @@ class _Wish(NamedTuple):
             return None
         if self.placement.get("trust_remote_code") or no_kernels() is not None:
             return None
-        if self.kind not in QUANTIZATIONS and not is_gguf(self.source):
+        if self.kind not in QUANTIZATIONS and not (self.kind == OWN and is_gguf(self.source)):
             return None  # floats are packed as fast as a copy is read
         token = self.placement.get("token")
         return place_for(self.source, self.kind, dtype=self.dtype, revision=self.revision, token=token)

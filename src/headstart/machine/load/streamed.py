@@ -23,9 +23,10 @@ from ..cpu.names import GGUF, HUGGING_FACE, Parts, Unfit, parts_from
 from ..cpu.packed import Packed
 from ..cpu.plan import Plan, plan_of, why_not
 from ..lower import CLASSES
+from ..quantize import QUANTIZATIONS
 from ..stored import safetensors_in
 from .gguf import check_all_read, empty_model, mapped, read_tokenizer, rope_factors
-from .gguf_header import Header, read_header
+from .gguf_header import FLOATS, Header, read_header
 from .hub import Remote
 from .loading import Loaded, capability, fetch_tokenizer
 from .model_info import Outline, generation_in
@@ -35,9 +36,10 @@ from .refusals import model_class, refusals, refuse
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["OWN", "Streamed", "pack_again", "stream_folder", "stream_gguf"]
+__all__ = ["OWN", "OWN_BITS", "Streamed", "pack_again", "stream_folder", "stream_gguf"]
 
 OWN = "own"
+OWN_BITS = "without dtype= and quantization= it runs with its own bits, several times faster"
 _INSTEAD = (
     "use another quantization of the model (Q4_K_M, Q5_K_M, Q6_K, Q8_0), or dtype='float32', which spells them out"
 )
@@ -195,6 +197,8 @@ def _notes(header: Header, kind: str, parts: Parts, plan: Plan) -> tuple[str, ..
     if kind != OWN:
         if kind_for(header.kind) == (kind, True):
             return (header.weights("packed"), f"{kind} keeps the very numbers of the file's {header.kind} layers")
+        if kind not in QUANTIZATIONS:
+            return (header.weights(f"spelt out as {kind}"), *(() if header.kind in FLOATS else (OWN_BITS,)))
         return (header.weights(f"rounded to {kind}"),)
     odd = sorted(way for way in matrices if not kind_for(way)[1])
     rest = f", but for its matrices in {' and '.join(odd)}, which are rounded to int8" if odd else ""
