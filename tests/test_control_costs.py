@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.control.costs import LIFETIME, DraftSeconds
+from headstart.control.costs import LIFETIME, Costs, DraftSeconds
 from headstart.maths.cost import slope
 
 
@@ -65,16 +65,31 @@ def test_a_point_of_little_weight_does_not_tilt_the_line() -> None:
     assert slope([*line, (10, 50.0, 700)]) > 4, "but it does when it was seen often"
 
 
-def test_what_was_timed_long_ago_is_forgotten() -> None:
+def test_what_was_timed_long_ago_is_kept_until_there_is_something_new() -> None:
     cost = DraftSeconds()
-    cost.add(2, 50.0)
+    assert cost.old()
+    for _ in range(6):
+        cost.add(2, 50.0)
     for _ in range(LIFETIME):
         cost.tick()
+    assert not cost.old()
+    cost.tick()
+    assert cost.old()
     assert cost.line() == (0.0, 25.0)
     cost.add(2, 1.0)
-    cost.tick()
+    assert not cost.old()
     assert cost.line() == (0.0, 0.5)
+
+
+def test_a_width_timed_long_ago_counts_for_little() -> None:
+    costs = Costs()
+    for _ in range(3):
+        costs.add(1, 1, 1.0)
+    for seconds in (9.0, 5.0, 9.0, 9.0, 9.0, 9.0):
+        costs.add(1, 2, seconds)
+    assert costs.table(1)[1][1] > 4
     for _ in range(LIFETIME + 1):
-        cost.tick()
-    assert not cost
-    assert cost.line() == (0.0, 0.0)
+        costs.add(1, 1, 1.0)
+    width, seconds, times = costs.table(1)[1]
+    assert (width, times) == (2, 2)
+    assert seconds < 2, "no longer trusted to cost far more than supposed"

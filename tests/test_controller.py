@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import pytest
 
 from headstart.config import DraftConfig
+from headstart.control.acceptance import PAID, Acceptance
 from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import FixedController, GreedyAndSampled, controller_for
 from headstart.types import Proposal, Round, SamplingParams
@@ -308,3 +310,16 @@ def test_the_old_name_still_works() -> None:
 
     for name in old.__all__:
         assert getattr(old, name) is getattr(adaptive if name == "AdaptiveController" else controller, name)
+
+
+def test_records_of_sequences_are_told_apart_from_chance() -> None:
+    """Ten that differ: most of it is believed. Ten that are alike: little of it."""
+    found = {}
+    for apart in (0.0, 0.35):
+        acceptance, chance = Acceptance(), random.Random(0)
+        for _ in range(40):
+            rates = [(str(i), 0.6 + apart * (2 * i / 9 - 1)) for i in range(10)]
+            acceptance.learn([(name, PAID, (chance.random() < rate,)) for name, rate in rates])
+        found[apart] = acceptance.apart([str(i) for i in range(10)])
+    assert found[0.0] < 0.5 < found[0.35]
+    assert Acceptance().apart(["a", "b"]) == 0.0

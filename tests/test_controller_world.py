@@ -71,6 +71,34 @@ def test_near_the_best_fixed_draft_length(name: str, rows: int, ratio: float) ->
             assert median(each.speed(0, 64 * rows) for each in found) > 1.1 * plain, "and it gets there soon"
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize(("alpha", "apart"), [(0.6, 0.1), (0.6, 0.25), (0.75, 0.2)])
+def test_a_batch_of_texts_that_differ_ends_no_later_than_without_a_draft(alpha: float, apart: float, rows: int) -> None:
+    """A draft of a third of its target: for some rows it pays, others it slows down, and the batch waits for these."""
+    machine = gpu(1 / 3)
+    plain = World(machine, rows, same(0), 0).milliseconds(None, 256)
+    found = []
+    for seed in range(SEEDS[rows]):
+        controller, world = AdaptiveController(10), World(machine, rows, same(alpha), seed, apart=apart)
+        controller.meet(free=False, ends_itself=False, cost=1 / 6, lengths=range(11))
+        for view in world.views:
+            view.params = SamplingParams(max_tokens=256)
+        found.append(plain / world.milliseconds(controller, 256))
+    assert median(found) >= 0.945
+    assert min(found) >= 0.935
+
+
+def test_slow_rows_count_for_less_while_others_wait() -> None:
+    """Rows that a fast one leaves are taken at once: then all that counts is tokens a second."""
+    drafted = {}
+    for waiting in (0, 9):
+        controller, world = AdaptiveController(10), World(gpu(0.4), 8, same(0.65), 0, apart=0.35)
+        controller.meet(free=False, ends_itself=False, cost=0.2, lengths=range(11))
+        controller.line(waiting)
+        drafted[waiting] = mean(map(bool, world.play(controller, 256).gammas))
+    assert drafted[0] < 0.5 < drafted[9]
+
+
 def test_a_width_that_costs_less_than_a_narrower_one_is_found() -> None:
     """Five tokens take 42 ms here, four take 47: with four drafted ones a round is worth more than with three."""
     found = worlds(cpu(1 / 10), 1, 0.75, 400)

@@ -8,7 +8,16 @@ import pytest
 import torch
 from enumerate_rules import SHAPES, all_drafts, round_law
 
-from headstart.maths.cost import CostModel, best_length, break_even, conditional, reach, round_tokens, tau
+from headstart.maths.cost import (
+    CostModel,
+    best_length,
+    break_even,
+    conditional,
+    reach,
+    round_tokens,
+    slowest_tokens,
+    tau,
+)
 from headstart.maths.verify import token_rule
 
 
@@ -127,3 +136,10 @@ def test_the_best_speedup_is_that_of_the_best_length() -> None:
     model = CostModel(c=0.1, v={4: 1.3, 8: 1.4}, overhead=0.05)
     for alpha in (0.1, 0.5, 0.8):
         assert model.best_speedup(8, alpha) == model.speedup(best_gamma(model, 8, alpha), alpha)
+
+
+def test_the_slowest_rows_are_those_whose_first_guess_holds_least_often() -> None:
+    rows = [[0.9, 0.8], [0.2, 0.1], [], [0.4]]
+    assert slowest_tokens(rows, 0.5) == pytest.approx([1.0, 1.1, 1.15])
+    assert slowest_tokens(rows, 0.1) == [1.0, 1.0, 1.0], "one at least, and to the longest draft of all"
+    assert slowest_tokens([[0.5]], 0.25) == round_tokens([[0.5]])

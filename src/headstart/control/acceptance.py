@@ -77,11 +77,12 @@ class Acceptance:
         if not drafts:
             return
         rates = [self._rate(self._own.get(name, {}), strength) for name, strength, _ in drafts]
-        held = sum(outcomes[0] for _, _, outcomes in drafts)
-        self._missed = max(0.0, self._missed * 0.9 + sum(rates) - held)
-        self._spread = self._spread * 0.9 + sum(rate * (1 - rate) for rate in rates)
+        held, expected = sum(outcomes[0] for _, _, outcomes in drafts), sum(rates)
+        spread = sum(rate * (1 - rate) for rate in rates)
+        self._missed = max(0.0, self._missed * 0.9 + expected - held)
+        self._spread = self._spread * 0.9 + spread
         worse = self._missed > 2.5 * sqrt(self._spread) + 1
-        if worse or (probe and held):
+        if worse or (probe and held > expected + sqrt(spread)):
             self._own.clear()
             for found in self._shared.values():
                 found.doubt(self.DOUBT[worse])
@@ -111,6 +112,19 @@ class Acceptance:
             prior, weight = (0.0, 0.0) if strength >= PAID else (self.rate(strength + 1), _DEEPER_WEIGHT)
             known = self._rates[strength] = (found.hits + prior * weight) / (found.tries + weight)
         return known
+
+    def apart(self, sequences: Sequence[str]) -> float:
+        """How much of the difference between these sequences' own records lies in the texts and not in chance: what a
+        deviation from the mean of their rates is to be taken times. 0 where nothing tells them apart."""
+        own = [self._own[name][PAID] for name in sequences if PAID in self._own.get(name, {})]
+        tries = [max(1.0, each.tries - self.OWN_WEIGHT) for each in own]
+        if len(own) < 2 or sum(tries) < self.OWN_WEIGHT * len(own):
+            return 0.0
+        mean = sum(each.rate for each in own) / len(own)
+        weight = sum(n / each.tries for n, each in zip(tries, own, strict=True)) / len(own)  # of what was seen of each
+        seen = sum((each.rate - mean) ** 2 for each in own) / (len(own) - 1) / weight**2
+        chance = mean * (1 - mean) * sum(1 / n for n in tries) / len(own)
+        return max(0.0, 1 - chance / seen) / weight if seen else 0.0
 
     def chances(self, sequence_id: str, strength: int, length: int) -> list[float]:
         """A_1 .. A_length: the chance that the first i guesses all hold."""

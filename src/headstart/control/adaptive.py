@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, tau
+from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, slowest_tokens, tau
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Costs, DraftSeconds, low
@@ -48,8 +48,10 @@ class AdaptiveController:
     """Drafts as far as it pays.
 
     By the cost model of ``maths.cost``, in seconds: a draft of gamma tokens, and what a round gamma + 1 wide takes
-    besides. The round's width is chosen for all its rows together, since they share the forward. Where drafting is not
-    expected to pay, it is tried now and then by one token for every row; what such probes lose is bounded (``probes``).
+    besides. The round's width is chosen for all its rows together, since they share the forward: for the most tokens a
+    second, and so that rows whose guesses fail are not slowed down much for the sake of others, while no request waits
+    for the row that a fast one would leave. Where drafting is not expected to pay, it is tried now and then by one
+    token for every row; what such probes lose is bounded (``probes``).
     """
 
     WORTH_IT = 1.02  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
@@ -60,6 +62,7 @@ class AdaptiveController:
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     DOUBTED = 3.0  # a first draft that took more times what it should is not believed
+    SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
     CHUNK = 512  # tokens that a drafter which catches up reads at once, in two draft steps and what each token takes
 
@@ -94,6 +97,7 @@ class AdaptiveController:
         self._probes = Probes()
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
         self._rows = 1
+        self._waiting = 0  # requests
         self._behind: dict[str, int] = {}  # tokens that the drafter has not read; unknown ones: all of the text
         self._emitted: dict[str, int] = {}  # of running sequences
         self._length = self.USUAL_LENGTH
@@ -106,6 +110,9 @@ class AdaptiveController:
         self._resting, self._at_rest = 0, tuple[str, ...]()  # rounds without a decision, and of whom
         self._why = _PLAIN
         self._figures: _Figures | str | None = None
+
+    def line(self, waiting: int) -> None:
+        self._waiting = waiting
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         self._why = _PLAIN  # a round begins
@@ -243,7 +250,7 @@ class AdaptiveController:
         level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
         if level or first.catch_up_seconds:
             self._drafting.add(longest, seconds / self._costs.level, first.rows)
-        if (supposed := self._reading(first.rows)) > 0:
+        if (supposed := self._reading(first.rows, *self._line(first.rows))) > 0:
             self._caught_up.append(first.catch_up_seconds / supposed)
 
     def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
@@ -251,7 +258,7 @@ class AdaptiveController:
         forwards = self._costs.forwards(first.rows, first.width)
         if not forwards:
             return 0.0
-        start, step = self._line(first.rows) if paid else (0.0, 0.0)
+        start, step = self._doubted(first.rows) if paid else (0.0, 0.0)
         seconds = forwards[-1] + start + step * (first.width - 1)
         if self._probes.tried:
             seconds += first.catch_up_seconds * (1.0 if probe else self._again)
@@ -273,13 +280,23 @@ class AdaptiveController:
             if self._forecast is not None and table and self._drafting.few(rows):  # timed in a bad moment, perhaps
                 step = min(step, self._forecast.cost.c * table[0][1])
             return start, step
-        ratio = self._forecast.cost.c if self._forecast is not None else self._cost_ratio or self.SUPPOSED
-        return 0.0, ratio * table[0][1] if table else 0.0
+        return 0.0, self._supposed(rows)
 
-    def _reading(self, rows: int) -> float:
-        """Seconds that the drafter is supposed to take to read what it missed, by what a draft step and the target's
-        own reading take; more or less as it turns out (``_caught_up``)."""
-        table, (start, step) = self._costs.table(rows), self._line(rows)
+    def _doubted(self, rows: int) -> tuple[float, float]:
+        """``_line``, or less where it is old: perhaps it was timed in a bad moment, which must not rule probes out."""
+        start, step = self._line(rows)
+        return (0.0, min(start + step, self._supposed(rows))) if self._drafting.old(rows) else (start, step)
+
+    def _supposed(self, rows: int) -> float:
+        """Seconds of a draft step, before one was timed."""
+        table = self._costs.table(rows)
+        ratio = self._forecast.cost.c if self._forecast is not None else self._cost_ratio or self.SUPPOSED
+        return ratio * table[0][1] if table else 0.0
+
+    def _reading(self, rows: int, start: float, step: float) -> float:
+        """Seconds that the drafter is supposed to take to read what it missed, by what a draft and the target's own
+        reading take; more or less as it turns out (``_caught_up``)."""
+        table = self._costs.table(rows)
         if not table or not self._missing:
             return 0.0
         ratio = (start + step) / table[0][1]
@@ -294,16 +311,20 @@ class AdaptiveController:
         forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
         if not forwards or len(tokens) == 1:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        drafts = [start + gamma * step if gamma else 0.0 for gamma in range(len(tokens))]
-        times = [f + d for f, d in zip(forwards, drafts, strict=True)]
+        times = [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
+        lag = 0.0  # more that must hold of each row's first guess, so that the slowest ones do not lose
+        if rows > 1 and not self._waiting:
+            slowest = self._slowest(views, chances, tokens, paid=step > 0)
+            loss = [max(0.0, 1 - each * times[0] / time) for each, time in zip(slowest, times, strict=True)]
+            speeds = [speed - self.GUARD * lost * speeds[0] for speed, lost in zip(speeds, loss, strict=True)]
+            lag = (tokens[1] / rows - slowest[1]) * self.GUARD / (1 + self.GUARD) * (step > 0)
         if self._lengths is not None:
             speeds = [speed if gamma in self._lengths else 0.0 for gamma, speed in enumerate(speeds)]
         # A draft that fails as a whole must not lose more than there is: where little is known, drafts are short.
         room = max(times[1], times[0] * (1 + self._probes.room))
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
-        reading = self._reading(rows) * (low(self._caught_up) if self._caught_up else 1.0)
-        once = reading + 2 * self._costs.switch * (not self._drafted)
+        reading, once = self._once(rows, start, step)
         left, surely = sum(self._left(view) for view in views), self.SURELY
         if self._forecast is not None:
             surely = self.MEASURED
@@ -313,19 +334,44 @@ class AdaptiveController:
             self._why = _PAYS
             return best if self._held or not step else 1  # the first drafts that cost time are short
         alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
-        self._say(_Figures(alpha, forwards[0], forwards[1], drafts[1], bool(best)))
-        self._enough = break_even(times[1] - times[0], 1 / times[0])
-        if self._probes.due((times[1] + once) / times[0] - 1, self._ahead(times, once, left / rows), self._enough):
-            self._why = max(self._why, _PROBE)
-            return 1
-        return 0
+        self._say(_Figures(alpha, forwards[0], forwards[1], start + step, bool(best)))
+        return self._probe(forwards, start, step, left / rows, lag, rows)
 
-    def _ahead(self, times: Sequence[float], once: float, left: float) -> float:
-        """Rounds that lie ahead, if a good draft would win much more in them than it takes to begin; else 0."""
-        if self._probes.tried or not self._missing:
-            return 0.0
+    def _once(self, rows: int, start: float, step: float) -> tuple[float, float]:
+        """Seconds of reading what the drafter missed, and of all that it takes to begin."""
+        reading = self._reading(rows, start, step) * (low(self._caught_up) if self._caught_up else 1.0)
+        return reading, reading + 2 * self._costs.switch * (not self._drafted)
+
+    def _probe(self, forwards: Sequence[float], start: float, step: float, left: float, lag: float, rows: int) -> int:
+        """1 if a draft is to be tried that is not expected to pay. ``left``: tokens of each row; ``lag``: see
+        ``_choose``."""
+        if step:
+            start, step = self._doubted(rows)
+        times = [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]
+        _, once = self._once(rows, start, step)
+        self._enough = break_even(times[1] - times[0], 1 / times[0]) + lag
+        cost, worth = (times[1] + once) / times[0] - 1, self._worth(times, left)
+        # The first one also where it is little of what lies ahead, and a good draft would win much more there.
+        ahead = left if not self._probes.tried and self._missing and worth * times[0] > 3 * once else 0.0
+        if worth <= cost or not self._probes.due(cost, ahead, self._enough):
+            return 0
+        self._why = max(self._why, _PROBE)
+        return 1
+
+    def _slowest(
+        self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], tokens: Sequence[float], *, paid: bool
+    ) -> list[float]:
+        """Expected tokens of a round for each of the slowest rows, by draft length; ``tokens``: for all. Own records of
+        guesses that cost time may differ by chance: only what is more than that is believed."""
+        apart = self._acceptance.apart([view.id for view in views]) if paid else 1.0
+        means = (each / len(chances) for each in tokens)
+        slowest = slowest_tokens(chances, self.SLOWEST)
+        return [mean + apart * (slow - mean) for mean, slow in zip(means, slowest, strict=True)]
+
+    def _worth(self, times: Sequence[float], left: float) -> float:
+        """Plain rounds that a good draft would win in so many tokens of each row."""
         speedup = max(tau(self._hoped, gamma) / each for gamma, each in enumerate(times)) * times[0]
-        return left if (1 - 1 / speedup) * left * times[0] > 3 * once else 0.0
+        return (1 - 1 / speedup) * left
 
     def _left(self, view: DraftView) -> float:
         """Tokens that a sequence is expected to emit yet."""

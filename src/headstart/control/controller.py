@@ -43,6 +43,10 @@ class Controller(Advice, Protocol):
         """
         return None
 
+    def line(self, waiting: int) -> None:
+        """So many requests wait for a row; before each round."""
+        return None
+
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Tokens to draft for each sequence, at most ``limits[i]``. Before drafting."""
 
@@ -110,6 +114,10 @@ class GreedyAndSampled:
     def _turn(self, views: Sequence[DraftView]) -> Controller:
         self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn
         return self._now
+
+    def line(self, waiting: int) -> None:
+        self._greedy.line(waiting)
+        self._drawn.line(waiting)
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         return self._turn(views).budgets(views, limits)

@@ -14,7 +14,7 @@ from ..maths.cost import CostModel, Point, by_width, slope, start_and_step
 
 __all__ = ["Costs", "DraftSeconds", "low"]
 
-LIFETIME = 200  # rounds after which a measurement is forgotten, so that one of a bad moment rules nothing out for good
+LIFETIME = 200  # rounds after which a measurement counts for little, so that a bad moment rules nothing out for good
 
 
 def low(seen: Sequence[float]) -> float:
@@ -41,6 +41,12 @@ class _Cell:
     def add(self, seconds: float, clock: int) -> None:
         self.seen.append(seconds)
         self.value, self.last = low(self.seen), clock
+
+    def doubt(self) -> None:
+        """Little is left of it: of measurements in a bad moment the lowest one is the best."""
+        if len(self.seen) > 2:
+            self.value = min(self.seen)
+            self.seen = deque([self.value] * 2, maxlen=self.WINDOW)
 
     def scale(self, last: int, by: float) -> None:
         """The last so many measurements turn out to be others."""
@@ -96,8 +102,9 @@ class Costs:
                 return
             self._follow(seconds / self.level / cell.value, cells, width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
-        for stale in [w for w, old in cells.items() if w > 1 and old.last < self._clock - LIFETIME]:
-            del cells[stale]
+        for wide, old in cells.items():
+            if wide > 1 and old.last < self._clock - LIFETIME:
+                old.doubt()
 
     def _follow(self, ratio: float, cells: dict[int, _Cell], width: int) -> None:
         """Most of the last rounds took longer than they used to, or less long: so does everything now."""
@@ -211,7 +218,8 @@ def _like(rows: int) -> int:
 
 class DraftSeconds:
     """What a draft takes: a start that every draft pays (reading what was committed since the last one) and a step for
-    each of its tokens. A line through low values of each length seen lately, for each number of rows."""
+    each of its tokens. A line through low values of each length seen lately, for each number of rows. What is old
+    counts until there is something new: to suppose something instead could only be worse."""
 
     WINDOW = 20
     FEW = 4  # with fewer measurements the fastest one counts, since any may have been disturbed
@@ -223,18 +231,15 @@ class DraftSeconds:
 
     def add(self, tokens: int, seconds: float, rows: int = 1) -> None:
         rows = _like(rows)
-        self._seen.setdefault(rows, deque(maxlen=self.WINDOW)).append((tokens, seconds, self._clock))
+        seen = self._seen.setdefault(rows, deque(maxlen=self.WINDOW))
+        while seen and seen[0][2] < self._clock - LIFETIME:
+            seen.popleft()
+        seen.append((tokens, seconds, self._clock))
         self._lines.pop(rows, None)
 
     def tick(self) -> None:
         """A round went by."""
         self._clock += 1
-        for rows, seen in list(self._seen.items()):
-            while seen and seen[0][2] < self._clock - LIFETIME:
-                seen.popleft()
-                self._lines.pop(rows, None)
-            if not seen:
-                del self._seen[rows]
 
     def __bool__(self) -> bool:
         return bool(self._seen)
@@ -243,6 +248,11 @@ class DraftSeconds:
         """Is what ``line`` says of little weight?"""
         found = nearest(self._seen, _like(rows))
         return found is None or len(self._seen[found]) < self.FEW
+
+    def old(self, rows: int = 1) -> bool:
+        """Is all that ``line`` rests on old? It may have been measured in a bad moment."""
+        found = nearest(self._seen, _like(rows))
+        return found is None or self._seen[found][-1][2] < self._clock - LIFETIME
 
     def line(self, rows: int = 1) -> tuple[float, float]:
         """Seconds of the start, and of each token, for the number of rows nearest to this one."""

@@ -242,6 +242,7 @@ class Engine:
             self._fill()
         ready = self._scheduler.ready()
         if ready:
+            self.parts.controller.line(self._scheduler.waiting)
             self._round(ready, 0, ahead=not self._scheduler.arriving)
 
     def _abort_discarded(self) -> None:

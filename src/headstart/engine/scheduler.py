@@ -82,6 +82,11 @@ class Scheduler:
         return not (self._waiting or self._filling or self._running)
 
     @property
+    def waiting(self) -> int:
+        """Requests in the line, n choices of one counted as n."""
+        return len(self._waiting)
+
+    @property
     def arriving(self) -> bool:
         """Is a prompt being read in, or waiting for a row that is free and not held back?"""
         if self._filling:

@@ -31,6 +31,7 @@ __all__ = [
     "reach",
     "round_tokens",
     "slope",
+    "slowest_tokens",
     "start_and_step",
     "tau",
 ]
@@ -63,6 +64,15 @@ def round_tokens(rows: Sequence[Sequence[float]]) -> list[float]:
     longest = max(map(len, rows), default=0)
     gains = (sum(row[i] for row in rows if len(row) > i) for i in range(longest))
     return list(accumulate(gains, initial=float(len(rows))))
+
+
+def slowest_tokens(rows: Sequence[Sequence[float]], share: float) -> list[float]:
+    """Expected tokens of a round for each of those rows whose first guesses hold least often, this share of all; by
+    draft length, as ``round_tokens``."""
+    slowest = sorted(rows, key=lambda row: row[0] if row else 0.0)[: max(1, round(share * len(rows)))]
+    longest = max(map(len, rows), default=0)
+    found = [tokens / len(slowest) for tokens in round_tokens(slowest)]
+    return found + found[-1:] * (longest + 1 - len(found))
 
 
 def tau(acceptance: Acceptance, gamma: int) -> float:
