@@ -28,7 +28,8 @@ from headstart.testing import TINY_VOCABULARY, tiny_model
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-#: family -> more settings; together they have biases, query and key norms, windows, untied and padded heads
+#: family -> more settings; together they have biases, query and key norms, windows, untied and padded heads, and
+#: channels that do not turn
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "mistral": {"head_dim": 32},
@@ -36,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-mixed": {"hidden_size": 128},
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "phi3": {"hidden_size": 128},
+    "phi3-partial": {
+        "hidden_size": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
 }
 ISAS = ["native", "avx2", "plain"]
 TEXT = [5, 9, 33, 17, 60, 2, 41, 8, 90, 12, 7, 55, 31, 20, 66, 3, 71, 28, 44, 19, 83, 10, 36, 50]
@@ -43,7 +48,7 @@ TEXT = [5, 9, 33, 17, 60, 2, 41, 8, 90, 12, 7, 55, 31, 20, 66, 3, 71, 28, 44, 19
 
 @lru_cache
 def model(family: str) -> PreTrainedModel:
-    return tiny_model(family, **SIZES | FAMILIES[family])
+    return tiny_model(family.removesuffix("-partial"), **SIZES | FAMILIES[family])
 
 
 def runner(family: str, kind: str, **settings: Any) -> CpuRunner:

@@ -106,11 +106,12 @@ class Packed:
     def _put_vector(self, name: str, stored: Sequence[Stored]) -> None:
         at, length = self._offsets[name], self._lengths[name]
         found = torch.cat([as_floats(each) for each in stored])
+        found = found[torch.from_numpy(self.plan.lying(name, np.arange(length, dtype=np.int32)))]
         self.data[at : at + 4 * length].view(torch.float32).copy_(found)
 
     def _pieces(self, matrix: Matrix, sources: Sequence[Stored]) -> Iterator[tuple[str, list[_Piece]]]:
         """A matrix cut into what one thread packs at a time: its kind, and runs of outputs that have one source."""
-        start, rows = self.address(matrix.name), matrix.rows()
+        start, rows = self.address(matrix.name), self.plan.rows(matrix)
         assert start is not None
         ends = np.cumsum([stored.shape[0] for stored in sources])
         which = np.searchsorted(ends, np.maximum(rows, 0), side="right")

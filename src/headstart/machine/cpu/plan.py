@@ -79,6 +79,7 @@ class Plan:
     inverse_frequencies: tuple[float, ...]  # of the rotation
     rotary_scale: float
     kinds: tuple[tuple[str, str], ...] = ()  # of what is of another kind: ("3.v", "q6_k"), ("embedding", "q6_k")
+    half_apart: bool = False  # where some channels turn only: see ``channels``
 
     @property
     def layers(self) -> int:
@@ -100,6 +101,30 @@ class Plan:
     @cached_property
     def _others(self) -> dict[str, str]:
         return dict(self.kinds)
+
+    @cached_property
+    def channels(self) -> Rows | None:
+        """Which channel of a query or key lies where. The kernels turn channels that lie half a head apart; where some
+        turn only, models have these in front, next to each other. None: all lie where the model has them."""
+        half, turning = self.head_dim // 2, len(self.inverse_frequencies)
+        if not self.half_apart:
+            return None
+        turned, rest = np.arange(2 * turning).reshape(2, -1), np.arange(2 * turning, self.head_dim).reshape(2, -1)
+        assert turned.shape[1] + rest.shape[1] == half
+        return np.concatenate([turned, rest], axis=1).reshape(-1).astype(np.int32)
+
+    def rows(self, matrix: Matrix) -> Rows:
+        """Which row of its part becomes which output of a matrix, [padded]; -1: none."""
+        rows = matrix.rows()
+        return self.lying("qkv_bias", rows) if matrix.part.endswith(".qkv") else rows
+
+    def lying(self, vector: str, rows: Rows) -> Rows:
+        """``rows`` of a vector, or of the matrix that it is added to, as the kernels have them."""
+        if self.channels is None or vector.rpartition(".")[2] not in ("qkv_bias", "q_norm", "k_norm"):
+            return rows
+        head, channel = np.divmod(rows, self.head_dim)
+        turned = (rows >= 0) & (rows < self.queries + self.keys)
+        return np.where(turned, head * self.head_dim + self.channels[channel], rows)
 
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix, in the order they lie in."""
@@ -161,9 +186,12 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_from(text: str) -> Plan | None:
-    """What ``plan_text`` wrote, in this version or one that knew a single kind for all layers; None otherwise."""
+    """What ``plan_text`` wrote, in this version or one that knew a single kind for all layers; None otherwise, and
+    where some channels turn only and lie as the model has them: these were turned in wrong pairs."""
     values = json.loads(text)
-    if set(values) | {"kinds"} != {field.name for field in fields(Plan)}:
+    if set(values) | {"kinds", "half_apart"} != {field.name for field in fields(Plan)}:
+        return None
+    if 2 * len(values["inverse_frequencies"]) != values["head_dim"] and not values.get("half_apart"):
         return None
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Plan(**values | lists | {"kinds": tuple((name, kind) for name, kind in values.get("kinds", ()))})
@@ -207,4 +235,5 @@ def plan_of(model: nn.Module, kind: str) -> Plan:
         tied=head is embedding or (not head.is_meta and head.data_ptr() == embedding.data_ptr()),
         inverse_frequencies=tuple(rotary.inv_freq.float().tolist()),
         rotary_scale=float(rotary.attention_scaling),
+        half_apart=2 * rotary.inv_freq.numel() != head_dim_of(config),
     )
