@@ -20,6 +20,7 @@ from headstart.machine.head import HeadConfig, HeadNet, save_head
 from headstart.machine.load import embedded
 from headstart.machine.load.loading import capability
 from headstart.machine.load.model_info import report_text
+from headstart.machine.quantize import QUANTIZATIONS
 from headstart.testing import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -107,6 +108,14 @@ def test_an_explicit_wish_is_refused_not_changed(tiny: Path, monkeypatch: pytest
     use(monkeypatch, None)
     with pytest.raises(ModelRefused, match=r"cannot be quantized here.*no C\+\+ compiler found"):
         llm(quantization="int4")
+
+
+def test_a_kind_that_only_a_gpu_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(QUANTIZATIONS, "fp8", "for a GPU")
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelRefused, match="the CPU kernels have no fp8"):
+        LLM(str(tmp_path / "model"), max_model_len=64, quantization="fp8")  # type: ignore[arg-type]
 
 
 def test_what_takes_long_is_told(cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,12 @@ class Packed:
         offset = self._offsets.get(name)
         return None if offset is None else self.data.data_ptr() + offset
 
-    def matrix(self, name: str, bias: str | None = None) -> MatrixRecord:
+    def matrix(self, name: str) -> MatrixRecord:
         """A matrix as the kernels know it, with its part of a bias; an empty one if the model has no such matrix."""
         matrix = self._matrices.get(name)
         if matrix is None:
             return MatrixRecord()
-        at = self.address(bias) if bias else None
+        at = self.address(f"{matrix.part}_bias")
         own = None if at is None else at + 4 * matrix.first
         return MatrixRecord(KINDS[matrix.kind], matrix.padded, matrix.inputs, self.address(name), own)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from operator import add
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -83,19 +83,8 @@ class CpuRunner(Watched, ModelRunner):
         packed, plan, slab = self.packed, self.packed.plan, self.slab
         layers = (LayerRecord * plan.layers)()
         for i, layer in enumerate(slab.layers):
-            layers[i] = LayerRecord(
-                packed.matrix(f"{i}.qkv", f"{i}.qkv_bias"),
-                packed.matrix(f"{i}.out", f"{i}.out_bias"),
-                packed.matrix(f"{i}.gate_up"),
-                packed.matrix(f"{i}.down"),
-                *(packed.address(f"{i}.{name}") for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-                layer.keys.data_ptr(),
-                layer.values.data_ptr(),
-                plan.windows[i],
-                packed.matrix(f"{i}.k", f"{i}.qkv_bias"),
-                packed.matrix(f"{i}.v", f"{i}.qkv_bias"),
-                packed.matrix(f"{i}.up"),
-            )
+            cache = {"keys": layer.keys.data_ptr(), "values": layer.values.data_ptr()}
+            layers[i] = LayerRecord(**self._layer(i) | cache)
         keys = slab.layers[0].keys
         record = ModelRecord(
             **{name: getattr(plan, name) for name, *_ in ModelRecord._fields_ if hasattr(plan, name)},
@@ -112,6 +101,18 @@ class CpuRunner(Watched, ModelRunner):
             layer=layers,
         )
         return int(self._kernels.hs_model_new(ctypes.byref(record)))
+
+    def _layer(self, number: int) -> dict[str, Any]:
+        """What a layer's record has by its name: a matrix or vector of the plan, or a number of its own ("windows")."""
+        packed, plan, found = self.packed, self.packed.plan, dict[str, Any]()
+        for name, kind, *_ in LayerRecord._fields_:
+            if kind is MatrixRecord:
+                found[name] = packed.matrix(f"{number}.{name}")
+            elif hasattr(plan, f"{name}s"):
+                found[name] = getattr(plan, f"{name}s")[number]
+            else:
+                found[name] = packed.address(f"{number}.{name}")
+        return found
 
     def _forward(
         self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None

@@ -22,7 +22,7 @@ from ...errors import ModelRefused
 from ...types import Tell, silent
 from .. import gpu
 from ..cpu.build import why_not as no_kernels
-from ..cpu.formats import known
+from ..cpu.formats import KINDS, known
 from ..cpu.open import can_round_draft, check_quantization, described, fall_back, open_packed
 from ..cpu.packed import Packed
 from ..cpu.packed import why_not as why_not_packed
@@ -329,6 +329,8 @@ class _Wish(NamedTuple):
             return None
         if str(self.dtype).removeprefix("torch.") not in ("auto", "float32", self.kind):
             return None  # rounded to that first, which only the ordinary way does
+        if self.kind in QUANTIZATIONS and self.kind not in KINDS:
+            return None  # refused where it is opened
         if (missing := no_kernels()) is not None:
             return missing
         path = local_path(self.source)
