@@ -9,6 +9,7 @@ import torch
 from slab_tools import check_slab, filling
 
 from headstart.machine.kvcache import LEAST_MARGIN, Slab
+from headstart.machine.slab_layer import on_cache_line
 
 LAYERS, HEADS, DIM = 2, 2, 3
 
@@ -265,3 +266,10 @@ def test_random_traffic_never_mixes_keys(seed: int) -> None:
             slab.truncate(row, rng.randint(0, slab.lengths[row]))
         assert sorted(slab.ready_keys + filling(slab)) == sorted(alive)
         assert_true(slab)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_memory_that_cannot_be_had(zero: bool) -> None:
+    """Of the system's, or of torch's: one kind of error, with the size."""
+    with pytest.raises(MemoryError, match=r"1152921504\.61 GB of memory cannot be had in one piece"):
+        on_cache_line(1 << 60, zero=zero)

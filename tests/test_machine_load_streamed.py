@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from headstart import LLM, SamplingParams
 from headstart.errors import ModelRefused
 from headstart.machine.cpu import build
-from headstart.machine.cpu.packed import load_packed, pack_model, save_packed
+from headstart.machine.cpu.packed import Packed, load_packed, pack_model, save_packed
 from headstart.machine.load import gguf, packed_store
 from headstart.machine.load import open as open_module
 from headstart.machine.load.gguf_header import read_header
@@ -149,6 +149,14 @@ def setting(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def with_header(folder: Path, header: bytes, name: str = "one.safetensors") -> None:
+    (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+
+
+def entry(**values: Any) -> bytes:
+    return json.dumps({"model.norm.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]} | values}).encode()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
 def test_a_folder_is_rounded_without_its_modules(
@@ -193,6 +201,14 @@ def test_a_folder_in_parts_and_one_that_lacks_some(tmp_path: Path) -> None:
         ),
         (lambda folder: setting(folder, hidden_size="many"), "hidden_size"),
         (lambda folder: setting(folder, num_hidden_layers=3), "lacks weights that LlamaForCausalLM needs"),
+        (lambda folder: setting(folder, num_hidden_layers=0), "has no layers"),
+        (lambda folder: setting(folder, attention_bias=True), r"such as model\.layers\.0\.self_attn\.\w_proj\.bias"),
+        (
+            lambda folder: with_header(folder, b"[" * 100_000, "model.safetensors"),
+            "model.safetensors is damaged or cut short",
+        ),
+        (lambda folder: with_header(folder, entry(shape=[10**30])), "one.safetensors is damaged or cut short"),
+        (lambda folder: with_header(folder, entry(shape=[float("inf")])), "one.safetensors is damaged or cut short"),
     ],
 )
 def test_damage_is_told_as_ever(damage: Any, told: str, tmp_path: Path) -> None:
@@ -202,6 +218,49 @@ def test_damage_is_told_as_ever(damage: Any, told: str, tmp_path: Path) -> None:
     damage(folder)
     with pytest.raises(ModelRefused, match=told):
         opened(folder, quantization="int8")
+
+
+def test_a_head_that_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied one that has the embedding's numbers is passed over; another is a matrix of its own."""
+    folder = folder_of(tmp_path / "model", "llama", torch.bfloat16, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    found = stream_folder(folder, "own", Remote())
+    assert found is not None
+    assert found.packed.plan.tied
+    weights["lm_head.weight"][3, 5] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert stream_folder(folder, "own", Remote()) is None
+
+
+# -- files that change meanwhile ------------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes(8))
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("change", [cut, overwritten])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_file_that_changes_meanwhile(kind: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, not the end of the process, nor a model of old and new weights."""
+    if kind == "gguf":
+        path = source = write_gguf(tmp_path / "model.gguf", tiny_model("llama", **SIZES), kind="Q8_0", table="Q8_0")
+    else:
+        source = folder_of(tmp_path / "model", "llama", torch.bfloat16)
+        path = source / "model.safetensors"
+    fill = Packed.fill
+    monkeypatch.setattr(Packed, "fill", lambda *args: (change(path), fill(*args)))
+    with pytest.raises(ModelRefused, match=f"{path.name} was changed while it was read: load it again"):
+        opened(source)
 
 
 # -- memory, old files, and being killed ----------------------------------------------------------------------------

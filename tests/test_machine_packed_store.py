@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from headstart import LLM, SamplingParams
+from headstart.errors import ModelRefused
 from headstart.machine.cpu import build
+from headstart.machine.cpu.packed import Packed
 from headstart.machine.load import open, packed_store
 from headstart.machine.load.model_info import Outline, report_from, report_text
 from headstart.testing import tiny_model, tiny_tokenizer
@@ -25,10 +28,7 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    made = tmp_path / "model"
-    tiny_model("qwen3", **SIZES).save_pretrained(made)
-    tiny_tokenizer().save_pretrained(made)
-    return made
+    return _saved(tiny_model("qwen3", **SIZES), tmp_path / "model")
 
 
 def opened(folder: Path, **settings: Any) -> LLM:
@@ -94,7 +94,7 @@ def test_room_is_bounded_and_the_longest_unused_goes_first(folder: Path, monkeyp
     assert len(copies(folder)) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "other version", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "other version", "gone", "no settings", "endless", "a plan of nonsense"])
 def test_a_damaged_copy_is_passed_over(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = opened(folder).generate([5, 6, 7], PARAMS).token_ids
     (copy,) = copies(folder)
@@ -103,6 +103,14 @@ def test_a_damaged_copy_is_passed_over(folder: Path, damage: str, monkeypatch: p
         weights.write_bytes(weights.read_bytes()[:50])
     elif damage == "other version":
         monkeypatch.setattr("headstart.machine.cpu.packed.VERSION", "0")
+    elif damage == "no settings":
+        (copy / "config.json").write_text("null")
+    elif damage == "endless":
+        (copy / "generation_config.json").write_text("[" * 100_000)
+    elif damage == "a plan of nonsense":
+        header = weights.read_bytes()
+        at = header.index(b'vocab\\": 112') + len(b'vocab\\": ')
+        weights.write_bytes(header[:at] + b"1e9" + header[at + 3 :])
     else:
         (copy / "config.json").unlink()
     assert opened(folder).generate([5, 6, 7], PARAMS).token_ids == said
@@ -119,6 +127,55 @@ def test_what_cannot_be_kept_is_no_fault(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(packed_store, "save_packed", full)
     assert opened(folder).generate([5, 6, 7], PARAMS).token_ids
     assert copies(folder) == []
+    monkeypatch.undo()
+    monkeypatch.setenv("HEADSTART_CACHE", str(folder.parent / "cache"))
+
+    def full_for_tokenizers(*args: Any) -> None:
+        raise Exception("No space left on device (os error 28)")  # as the library tokenizers does
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full_for_tokenizers)
+    assert opened(folder).generate([5, 6, 7], PARAMS).token_ids
+    assert copies(folder) == []
+
+
+@pytest.mark.parametrize("room", ["nan", "-1"])
+def test_room_that_is_no_number(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_GB", room)
+    assert packed_store._room() == (0 if room == "-1" else 1e9 * packed_store.ROOM)
+
+
+def test_a_copy_stays_when_the_models_own_tokenizer_is_damaged(folder: Path) -> None:
+    opened(folder)
+    tokenizer = folder / "tokenizer.json"
+    whole, times = tokenizer.read_text(), (tokenizer.stat().st_atime_ns, tokenizer.stat().st_mtime_ns)
+    tokenizer.write_text(whole.replace("{", "[", 1))
+    os.utime(tokenizer, ns=times)
+    with pytest.raises(ModelRefused, match=r"tokenizer\.json is damaged"):
+        opened(folder)
+    assert len(copies(folder)) == 1
+
+
+def test_files_that_are_replaced_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was packed of the old ones is not kept as the new ones'."""
+    weights = folder / "model.safetensors"
+    other = tiny_model("qwen3", seed=1, **SIZES)
+    new = opened(_saved(other, folder.parent / "other")).generate([5, 6, 7], PARAMS).token_ids
+    fill = Packed.fill
+
+    def fill_slowly(packed: Packed, *args: Any) -> None:
+        fill(packed, *args)
+        os.replace(folder.parent / "other" / "model.safetensors", weights)
+
+    monkeypatch.setattr(Packed, "fill", fill_slowly)
+    old = opened(folder).generate([5, 6, 7], PARAMS).token_ids
+    monkeypatch.setattr(Packed, "fill", fill)
+    assert opened(folder).generate([5, 6, 7], PARAMS).token_ids == new != old
+
+
+def _saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def test_two_processes_at_once(folder: Path) -> None:

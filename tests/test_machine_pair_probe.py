@@ -188,11 +188,17 @@ def test_alpha_is_that_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.figures["int4"].alpha == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
 
 
-def test_too_little_text_chooses_nothing() -> None:
-    runner = open_packed(
-        load(tiny_model("llama", **SHAPE)), "int8", rows=1, max_len=64, margin=1, probe=False, threads=1
-    )
+def test_nothing_to_compare_chooses_nothing() -> None:
+    """Too little text, or a model that says no numbers."""
+    short = {"rows": 1, "max_len": 64, "margin": 1, "probe": False, "threads": 1}
+    model = tiny_model("llama", **SHAPE)
+    runner = open_packed(load(model), "int8", **short)  # type: ignore[arg-type]
     assert measured(runner, {"int8": runner}, [1] * (pair_probe.FEWEST - 1), 4) is None
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    broken = open_packed(load(model), "int8", **short)  # type: ignore[arg-type]
+    assert measured(runner, {"int8": broken}, [1] * pair_probe.FEWEST, 4) is None
+    assert len(probe_text(broken, None, 100)) < pair_probe.FEWEST
 
 
 def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
@@ -206,7 +212,8 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
     whole = (tmp_path / "a.json").read_text()
     broken = [whole.replace(a, b) for a, b in (("0.7", '"x"'), ('"v"', '"w"'), ("0.04,", "0,"), ("0.69,", ""))]
     assert all(text != whole for text in broken)
-    for text in ("", "[]", whole[:-5], *broken):
+    broken += [whole.replace("0.04,", odd) for odd in ("NaN,", "-0.04,", "Infinity,")]
+    for text in ("", "[]", "[" * 100_000, whole[:-5], *broken):
         (tmp_path / "b.json").write_text(text)
-        assert recall(tmp_path / "b.json") is None, text
+        assert recall(tmp_path / "b.json") is None, text[:300]
     assert recall(None) is None

@@ -41,15 +41,20 @@ def on_cache_line(size: int, *, zero: bool = False) -> Tensor:
     a row, which lie in as many places as there are layers and heads, bring hundreds of megabytes in.
     """
     count = size + LINE
-    if zero:
-        if sys.platform == "win32":
-            pages = mmap.mmap(-1, count)
-        else:  # private: a forked child writes into a copy of its own
-            pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-    else:
-        memory = torch.empty(count, dtype=torch.uint8)
+    try:
+        memory = (
+            torch.frombuffer(_zero_pages(count), dtype=torch.uint8) if zero else torch.empty(count, dtype=torch.uint8)
+        )
+    except (OSError, OverflowError, RuntimeError) as error:  # a system's, Python's and torch's words for it
+        raise MemoryError(f"{size / 1e9:.2f} GB of memory cannot be had in one piece") from error
     return memory[-memory.data_ptr() % LINE :][:size]
+
+
+def _zero_pages(count: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, count)
+    # Private: a forked child writes into a copy of its own.
+    return mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -78,7 +78,7 @@ def as_floats(stored: Stored) -> Tensor:
         half = torch.float16 if way == "F16" else torch.bfloat16
         found = torch.from_numpy(stored.bytes.copy()).view(half).float()
     else:
-        whole = stored._replace(shape=(len(stored.bytes) // row_bytes(way, shape[-1]), shape[-1]))
+        whole = stored._replace(shape=(stored.size // row_bytes(way, shape[-1]), shape[-1]))
         found = torch.from_numpy(_spelt_out(whole, whole.bytes.reshape(whole.shape[0], -1))).view(torch.float32)
     found = found.view(shape)
     return found if stored.order is None else found[torch.from_numpy(stored.order)]

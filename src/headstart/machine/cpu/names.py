@@ -59,8 +59,9 @@ class Unfit(Exception):
     """The tensors do not make the model, for a reason that goes on from the file's name: "lacks ...", "is damaged"."""
 
 
-def parts_from(plan: Plan, weights: Mapping[str, Stored], names: Names = HUGGING_FACE) -> Parts:
-    """The tensors of each part of a plan. Raises Unfit if some are not there, or have other sizes."""
+def parts_from(plan: Plan, weights: Mapping[str, Stored], names: Names = HUGGING_FACE, *, live: bool = False) -> Parts:
+    """The tensors of each part of a plan. Raises Unfit if some are not there, or have other sizes. ``live``: they are a
+    model's modules', so that a bias that is not there is none; in a file it is lost."""
     found: dict[str, list[Stored]] = {}
     for part, outputs, inputs in _sizes(plan):
         found[part] = list(_matrix(part, weights, names))
@@ -68,7 +69,7 @@ def parts_from(plan: Plan, weights: Mapping[str, Stored], names: Names = HUGGING
         if any(len(shape) != 2 or shape[1] != inputs for shape in shapes) or sum(s[0] for s in shapes) != outputs:
             raise Unfit(f"is damaged: {part} is {' and '.join(map(str, shapes))} where [{outputs}, {inputs}] belongs")
     for part, length in plan.vectors():
-        found[part] = list(_vector(part, weights, names, found))
+        found[part] = list(_vector(part, weights, names, found, live))
         if sum(stored.shape[0] for stored in found[part]) != length or any(len(s.shape) > 1 for s in found[part]):
             raise Unfit(f"is damaged: {part} has not {length} numbers")
     return found
@@ -98,11 +99,14 @@ def _matrix(part: str, weights: Mapping[str, Stored], names: Names) -> Iterator[
         yield weights[f"{name}.weight"]
 
 
-def _vector(part: str, weights: Mapping[str, Stored], names: Names, found: Parts) -> Iterator[Stored]:
+def _vector(part: str, weights: Mapping[str, Stored], names: Names, found: Parts, live: bool) -> Iterator[Stored]:
     if not part.endswith("_bias"):
         yield from _matrix(part, weights, names)
         return
     whole = part.removesuffix("_bias")
     for name, matrix in zip(_chosen(whole, weights, names), found[whole], strict=True):
-        length = matrix.shape[0]  # of several matrices that lie together, some may have no bias
-        yield weights.get(f"{name}.bias") or Stored("F32", (length,), np.zeros(4 * length, dtype=np.uint8))
+        bias = weights.get(f"{name}.bias")
+        if bias is None and not live:
+            raise Unfit(f"lacks weights, such as {name}.bias")
+        length = matrix.shape[0]
+        yield bias or Stored("F32", (length,), np.zeros(4 * length, dtype=np.uint8))

@@ -78,18 +78,18 @@ class Packed:
     def fill(self, parts: Parts, tell: Callable[[float], None] = lambda share: None) -> None:
         """Pack a model's tensors, each from where it lies into its place, on all cores. ``tell``: how much is done.
 
-        Nothing is held but what is being packed: of a mapped file, each tensor's memory is let go behind it.
+        Nothing of a file is held but what is being packed.
         """
         for name in self._lengths:
             self._put_vector(name, parts[name])
         left = Counter(matrix.part for matrix in self.plan.matrices())
-        done, total = 0, sum(len(stored.bytes) for part in left for stored in parts[part])
+        done, total = 0, sum(stored.size for part in left for stored in parts[part])
         pending: deque[tuple[Matrix, list[Future[None]]]] = deque()
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for matrix in (*self.plan.matrices(), None):
                 if matrix is not None:
                     for stored in parts[matrix.part]:
-                        stored.advise(needed=True)
+                        stored.expect()
                     pieces = self._pieces(matrix, parts[matrix.part])
                     pending.append((matrix, [pool.submit(_pack_pieces, *piece) for piece in pieces]))
                 while pending and (matrix is None or len(pending) > _AHEAD):
@@ -98,9 +98,7 @@ class Packed:
                         future.result()
                     left[finished.part] -= 1
                     if not left[finished.part]:
-                        for stored in parts[finished.part]:
-                            stored.advise(needed=False)
-                            done += len(stored.bytes)
+                        done += sum(stored.size for stored in parts[finished.part])
                         tell(done / total)
 
     def _put_vector(self, name: str, stored: Sequence[Stored]) -> None:
@@ -135,8 +133,13 @@ _Piece: TypeAlias = tuple[Stored, Rows, int]  # rows of a source, and the addres
 
 
 def _pack_pieces(kind: str, pieces: list[_Piece]) -> None:
+    """Each source is read once: gate and up lie in turn, a few rows of each."""
+    held: dict[int, tuple[int, Stored]] = {}
     for stored, rows, address in pieces:
-        pack_rows(kind, stored, rows, address)
+        if id(stored) not in held:
+            held[id(stored)] = stored.held(np.concatenate([more for each, more, _ in pieces if each is stored]))
+        first, near = held[id(stored)]
+        pack_rows(kind, near, np.where(rows < 0, rows, rows - first) if first else rows, address)
 
 
 @torch.no_grad()
@@ -144,7 +147,7 @@ def pack_model(model: nn.Module, kind: str) -> Packed:
     """Round and pack a live model's weights. Call ``why_not`` first."""
     packed = Packed(plan_of(model, kind))
     weights = {name: in_memory(weight) for name, weight in model.state_dict().items() if weight.is_floating_point()}
-    packed.fill(parts_from(packed.plan, weights))
+    packed.fill(parts_from(packed.plan, weights, live=True))
     return packed
 
 
@@ -181,7 +184,7 @@ def load_packed(path: Path) -> Packed | None:
     os.close(open_guarded(path))
     try:
         return _read_packed(path)
-    except SafetensorError:
+    except (SafetensorError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError):  # in its header
         return None
 
 
@@ -197,10 +200,12 @@ def _read_packed(path: Path) -> Packed | None:
         plan = plan_from(about["plan"])
         if plan is None:
             return None
+        if file.get_slice("data").get_shape() != [plan.layout()[1]]:  # before there is memory for it
+            return None
         packed = Packed(plan)
         stored = file.get_tensor("data")
         # Files of versions that noted no digest are taken as they are.
-        if stored.numel() != packed.bytes or about.get("sha256", "") not in ("", _digest(stored)):
+        if about.get("sha256", "") not in ("", _digest(stored)):
             return None
         packed.data.copy_(stored)
     return packed

@@ -96,5 +96,5 @@ def _remembered(path: Path) -> list[int]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["seen"]
         return [int(count) for count in found]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return []

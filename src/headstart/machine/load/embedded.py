@@ -31,7 +31,7 @@ from ..cpu.packed import Packed, load_packed, pack_model, said_about, save_packe
 from ..cpu.packed import why_not as why_not_packed
 from ..files import locked, make_readable, new_folder, sweep, why_distrusted
 from .loading import Loaded, capability, quiet, read_gguf
-from .model_info import outlined, report_from, report_text
+from .model_info import outlined, report_from, report_text, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ def _convert(gguf: Path, folder: Path, say: Tell) -> None:
             with quiet():
                 # Half the size on disk; the weights had 4 bits a moment ago, and bfloat16 is what they were trained in.
                 model.to(torch.bfloat16).save_pretrained(work)
-                tokenizer.save_pretrained(work)
+                save_tokenizer(tokenizer, work)
             make_readable(work)
             (work / _MARKER).write_text(f"converted from {gguf.name}\n", encoding="utf-8")
             if folder.exists() and not (folder / _MARKER).exists():

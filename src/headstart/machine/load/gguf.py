@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import HeadstartError, ModelRefused
 from ...types import Tell, silent
-from ..stored import MappedFile, Rows, Stored
+from ..stored import OpenFile, Rows, Stored
 from .gguf_header import Entry, Header, gguf_parts, read_header
 from .gguf_tokenizer import end_turns, tokenizer_in
 from .quiet import quiet
@@ -105,7 +105,7 @@ def read_tokenizer(path: Path, header: Header, model: PreTrainedModel) -> PreTra
 def mapped(header: Header) -> dict[str, Stored]:
     """All tensors of a file, where they lie in it; with the order of their rows where that is not Hugging Face's. Zeros
     for biases that only some parts of the model have."""
-    files = {file: MappedFile(file) for file in {entry.file for entry in header.tensors.values()}}
+    files = {file: OpenFile(file) for file in {entry.file for entry in header.tensors.values()}}
     found = {name: _stored(entry, files[entry.file], header) for name, entry in header.tensors.items()}
     for parts in _biased(header).values():
         for name, entry in header.tensors.items():
@@ -123,7 +123,7 @@ def rope_factors(header: Header, name: str = _ROPE_FACTORS) -> torch.Tensor | No
         return None
     if entry.kind != "F32":
         raise ModelRefused(f"{entry.file} has {name} in {entry.kind}, which is not read here: convert it again")
-    return torch.from_numpy(MappedFile(entry.file).bytes[entry.at :][: entry.bytes].copy()).view(torch.float32)
+    return torch.from_numpy(OpenFile(entry.file).read(entry.at, entry.bytes)).view(torch.float32)
 
 
 def check_all_read(path: Path, header: Header, unread: Iterable[str]) -> None:
@@ -227,7 +227,7 @@ def _rotation(path: Path, header: Header) -> dict[str, Any]:
     return found
 
 
-def _stored(entry: Entry, file: MappedFile, header: Header) -> Stored:
+def _stored(entry: Entry, file: OpenFile, header: Header) -> Stored:
     order = None
     part = entry.name.rpartition(".")[0].rpartition(".")[2]
     if header.architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
@@ -235,7 +235,7 @@ def _stored(entry: Entry, file: MappedFile, header: Header) -> Stored:
         heads = heads or header.named("attention.head_count")
         if isinstance(heads, int) and heads and entry.shape[0] % (2 * heads) == 0:
             order = _halves(entry.shape[0], heads)
-    return Stored(entry.kind, entry.shape, file.bytes[entry.at :][: entry.bytes], order, file, entry.at)
+    return Stored(entry.kind, entry.shape, None, order, file, entry.at, entry.bytes)
 
 
 def _halves(rows: int, heads: int) -> Rows:
@@ -284,8 +284,7 @@ def _spelt_out(
             place.copy_(torch.from_numpy(np.array(done.weights)))  # each at once: no second model in memory
             there.add(names[done.name])
             unread.discard(name)
-        stored.advise(needed=False)
-        taken += header.tensors[name].numbers
+        taken += header.tensors[name].numbers if name in header.tensors else 0
         tell(f"loading {path.name} as {str(dtype).removeprefix('torch.')}: {taken / header.numbers:.0%}")
     check_all_read(path, header, unread)
     missing, _ = model.load_state_dict(found["tensors"], strict=False)

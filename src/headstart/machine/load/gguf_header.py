@@ -10,7 +10,6 @@ for a vocabulary of 150,000.
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import struct
 from collections import Counter
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ...errors import MissingExtra, ModelRefused
 
@@ -31,6 +30,7 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS, _MOST_NESTED = 8, 4
+_AT_LEAST = 1 << 20  # bytes that are read at once
 _LAYER = "blk."  # how the names of a layer's tensors begin
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -154,8 +154,8 @@ def _of_one(path: Path) -> tuple[dict[str, Any], list[Entry]]:
 def _read(path: Path, size: int, changed: int) -> tuple[dict[str, Any], list[Entry]]:
     if not size:
         raise ModelRefused(f"{path} is empty: fetch it again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _parsed(path, _Cursor(data, size))
+    with path.open("rb") as file:
+        return _parsed(path, _Cursor(file, size))
 
 
 class _CutShort(Exception):
@@ -163,15 +163,28 @@ class _CutShort(Exception):
 
 
 class _Cursor:
-    """Walks through the header, and never past the end."""
+    """Walks through the header, and never past the end. Not mapped: a file that is cut short meanwhile would end the
+    process."""
 
-    def __init__(self, data: mmap.mmap, size: int) -> None:
-        self.data, self.size, self.at = data, size, 0
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file, self.size, self.at = file, size, 0
+        self.data = b""  # what was read so far, from the beginning on
+
+    def need(self, end: int) -> bytes:
+        """What was read, with all up to ``end``."""
+        if end > self.size:
+            raise _CutShort
+        if end > len(self.data):
+            more = max(end - len(self.data), len(self.data), _AT_LEAST)
+            self.data += self.file.read(more)
+            if end > len(self.data):
+                raise _CutShort
+        return self.data
 
     def take(self, count: int) -> bytes:
         start = self.at
         self.skip(count)
-        return self.data[start : self.at]
+        return self.need(self.at)[start : self.at]
 
     def skip(self, count: int) -> None:
         if count > self.size - self.at:
@@ -207,10 +220,11 @@ class _Cursor:
 
     def _skip_strings(self, count: int) -> None:
         """A vocabulary has hundreds of thousands, so this is the one loop here that is kept short."""
-        length, data, at, last = struct.Struct("<Q").unpack_from, self.data, self.at, self.size - 8
+        length, data, at, last = struct.Struct("<Q").unpack_from, b"", self.at, -1
         for _ in range(count):
             if at > last:
-                raise _CutShort
+                data = self.need(at + 8)
+                last = len(data) - 8
             at += 8 + length(data, at)[0]
         self.at = 0
         self.skip(at)

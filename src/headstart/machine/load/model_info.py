@@ -22,7 +22,7 @@ from .quiet import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Outline", "generation_in", "outlined", "report_from", "report_text"]
+__all__ = ["Outline", "generation_in", "outlined", "report_from", "report_text", "save_tokenizer"]
 
 _PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -68,6 +68,16 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write it into a folder. Raises OSError if that cannot be done."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the library tokenizers has no other name for a disk that is full
+        raise OSError(str(error)) from error
 
 
 def report_text(report: Capability) -> str:

@@ -129,6 +129,7 @@ def load_target(
     if not notes:  # else it was said what runs instead
         wish = wish.settled(auto=quantization == "auto")
     wish.prepare_kernels(tell)
+    before = wish.place()
     ready = wish.taken(tokenizer, tell) or wish.streamed(tokenizer, tell)
     if isinstance(ready, Opened):
         return ready
@@ -140,8 +141,7 @@ def load_target(
     loaded = _noted(loaded, *notes)
     if isinstance(source, (str, Path)) and is_gguf(source) and kind is None and not notes:
         loaded = _advised(loaded, read_header(Path(source).expanduser()))
-    # Asked again: only now a model from the hub has all its files here.
-    place = wish.place() if tokenizer is None and kind is not None else None
+    place = wish.place_since(before) if tokenizer is None and kind is not None else None
     return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place)
 
 
@@ -178,13 +178,15 @@ def load_draft(
     kind = auto if quantization == "auto" else quantization
     wish = _Wish(source, kind, dtype, None, placement).settled(auto=quantization == "auto")
     wish.prepare_kernels(tell)
+    packing = wish._replace(kind=kind)  # what is packed below, not what the file has
+    before = packing.place()
     ready = wish.taken(None, tell) or wish.streamed(None, tell)
     if isinstance(ready, Opened):
         return replace(ready, choosable=quantization == "auto" and wish.kind in QUANTIZATIONS)
     loaded = load(source, dtype=dtype, tell=tell, **placement)
     if quantization == "auto" and not can_round_draft(loaded):
         return Opened(loaded, ours=isinstance(source, (str, Path)))
-    place = wish._replace(kind=kind).place()  # of what is packed now, not of what the file has
+    place = packing.place_since(before)
     return Opened(loaded, kind, ours=isinstance(source, (str, Path)), place=place, choosable=quantization == "auto")
 
 
@@ -310,6 +312,13 @@ class _Wish(NamedTuple):
         token = self.placement.get("token")
         return place_for(self.source, self.kind, dtype=self.dtype, revision=self.revision, token=token)
 
+    def place_since(self, before: Path | None) -> Path | None:
+        """The same for a model that was read since it was ``before``. None if its files are others now: the copy of the
+        old ones would be taken for theirs. The hub's never change, but are all here only when they have been read."""
+        after = self.place()
+        local = isinstance(self.source, (str, Path)) and local_path(self.source) is not None
+        return after if after == before or not local else None
+
     def taken(self, tokenizer: PreTrainedTokenizerBase | None, tell: Tell) -> Opened | None:
         """The model as it was packed before, without its float weights; None if it was not."""
         place = self.place() if tokenizer is None else None
@@ -333,14 +342,14 @@ class _Wish(NamedTuple):
             return None  # refused where it is opened
         if (missing := no_kernels()) is not None:
             return missing
-        path = local_path(self.source)
+        path, before = local_path(self.source), self.place()
         if path is not None and is_gguf(path) and path.is_file():
             found: Streamed | str | None = stream_gguf(path, self.kind, tell, tokenizer)
         else:
             found = self._from_folder(path, tokenizer, tell)
         if found is None or isinstance(found, str):
             return found
-        place = self.place() if tokenizer is None else None
+        place = self.place_since(before) if tokenizer is None else None
         if place is not None and self.kind == OWN:
             keep_outline(place, found.loaded, found.packed.plan)
             place = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import HeadstartError
 from ..cache import guarded_folders
 from ..cpu.packed import VERSION, Packed, load_packed, said_about, save_packed
 from ..cpu.plan import Plan, plan_from, plan_text
@@ -28,7 +30,7 @@ from ..files import make_readable, new_folder, read_guarded, sweep, temporary, w
 from .gguf_header import gguf_parts, is_gguf
 from .hub import Remote, found_at
 from .loading import Loaded, fetch_tokenizer
-from .model_info import outlined, report_from, report_text
+from .model_info import outlined, report_from, report_text, save_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +92,9 @@ def take(place: Path | None, source: str | Path, remote: Remote) -> tuple[Loaded
         found = outlined(place, report, tokenizer)
         with suppress(OSError):  # another's, that may be read
             os.utime(place)  # it was used now
-    except (OSError, ValueError) as error:  # cleared away meanwhile, or damaged
+    except (HeadstartError, MemoryError):  # the model's own tokenizer is damaged, say
+        raise
+    except Exception as error:  # cleared away meanwhile, or damaged: then its readers raise anything
         log.info("the packed copy in %s cannot be used: %s", place, error)
         _discard(place)
         return None
@@ -109,7 +113,9 @@ def take_outline(place: Path) -> tuple[Loaded, Plan] | None:
             os.utime(place)  # it was used now
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files raise whatever their readers happen to meet
         log.info("what is kept in %s cannot be used: %s", place, error)
         _discard(place)
         return None
@@ -149,7 +155,7 @@ def _put(place: Path, loaded: Loaded, write: Callable[[Path], None]) -> None:
             if getattr(loaded.model, "generation_config", None) is not None:
                 loaded.model.generation_config.save_pretrained(work)
             if loaded.tokenizer is not None:
-                loaded.tokenizer.save_pretrained(work)
+                save_tokenizer(loaded.tokenizer, work)
             make_readable(work, guarded=True)
         log.info("kept a packed copy in %s", place)
     except OSError as error:
@@ -158,9 +164,10 @@ def _put(place: Path, loaded: Loaded, write: Callable[[Path], None]) -> None:
 
 def _room() -> float:
     try:
-        return float(os.environ.get("HEADSTART_CACHE_GB", ROOM)) * 1e9
+        room = float(os.environ.get("HEADSTART_CACHE_GB", ROOM))
     except ValueError:
-        return ROOM * 1e9
+        room = ROOM
+    return 1e9 * (ROOM if math.isnan(room) else max(room, 0.0))
 
 
 def _existing(path: Path) -> Path:

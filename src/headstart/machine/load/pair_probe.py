@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -140,9 +141,10 @@ def recall(path: Path | None) -> Promise | None:
         v = {int(width): float(time) for width, time in found["v"].items()}
         promise = Promise(float(found["plain"]), v, figures, int(found["most"]))
         promise.speedup(promise.kind)  # it can be reckoned with
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None
-    return promise
+    times = (promise.plain, *v.values(), *(of.step for of in figures.values()))
+    return promise if all(0 < time < math.inf for time in times) else None
 
 
 def remember(path: Path | None, promise: Promise) -> None:
@@ -158,7 +160,8 @@ def remember(path: Path | None, promise: Promise) -> None:
 
 @torch.inference_mode()
 def measure(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence[int], most: int) -> Promise | None:
-    """Measure a draft, with one kind of weights or several, beside its target. None if there is too little text.
+    """Measure a draft, with one kind of weights or several, beside its target. None if there is too little text, or one
+    of them says no numbers: that is for whoever runs it to refuse.
 
     ``text``: token ids, see ``probe_text``. ``most``: tokens that a round may draft. Rows 0 are written to; none is
     live yet.
@@ -166,6 +169,8 @@ def measure(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence
     if len(text) < FEWEST:
         return None
     agreed = _agreement(target, drafts, text)
+    if any(math.isnan(alpha) for _, alpha in agreed.values()):
+        return None
     widths = {width: [float("inf")] for width in WIDTHS}
     steps, quiet = {kind: [float("inf")] for kind in drafts}, dict.fromkeys(drafts, False)
     for _ in range(TURNS):  # in turns, so that what comes and goes meets all alike
@@ -179,7 +184,7 @@ def measure(target: ModelRunner, drafts: Mapping[str, CpuRunner], text: Sequence
                 quiet[kind] |= one.quiet
     plain = min(widths[1])
     v = {width: max(1.0, min(seconds) / plain) for width, seconds in widths.items()}
-    figures = {kind: Figures(*agreed[kind], min(steps[kind])) for kind in drafts}
+    figures = {kind: Figures(same, min(1.0, alpha), min(steps[kind])) for kind, (same, alpha) in agreed.items()}
     promise = Promise(plain, v, figures, most, sure=all(quiet.values()))
     log.info("%s", promise)
     return promise
@@ -194,6 +199,8 @@ def probe_text(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, k
     drawn, generator, begun = [known // 2], torch.Generator().manual_seed(0), perf_counter()
     while len(drawn) < most and perf_counter() - begun < PATIENCE:
         p = _probabilities(target, drawn[-1:], len(drawn) - 1)[0, :known]
+        if not bool(torch.isfinite(p).all()):
+            break
         drawn.append(int(torch.multinomial(p, 1, generator=generator)))
     return drawn
 
@@ -213,7 +220,7 @@ def _agreement(
             shared[kind] += float(torch.minimum(p[:, :width], q[:, :width]).sum())
             same[kind] += float((p.argmax(-1) == q.argmax(-1)).sum())
         read += len(piece)
-    return {kind: (same[kind] / read, min(1.0, shared[kind] / read)) for kind in drafts}
+    return {kind: (same[kind] / read, shared[kind] / read) for kind in drafts}
 
 
 def _probabilities(runner: ModelRunner, tokens: Sequence[int], behind: int) -> Tensor:

@@ -41,6 +41,8 @@ def refusals(config: Any, kind: type | None) -> tuple[str, ...]:
             f"{name} is an encoder-decoder: it reads the prompt with one network and answers with another, and only "
             f"the continuation of one text can be drafted here; {_INSTEAD}",
         )
+    if getattr(text, "num_hidden_layers", None) == 0:
+        return (f"{name} has no layers (num_hidden_layers is 0), so it is damaged, or no model at all",)
     own_code = bool(getattr(config, "auto_map", None))
     written = [str(each) for each in getattr(config, "architectures", None) or ()]
     masked = written and all("MaskedLM" in each for each in written)

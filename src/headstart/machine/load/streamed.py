@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -24,7 +25,7 @@ from ..cpu.packed import Packed
 from ..cpu.plan import Plan, plan_of, why_not
 from ..lower import CLASSES
 from ..quantize import QUANTIZATIONS
-from ..stored import safetensors_in
+from ..stored import Stored, safetensors_in, safetensors_names, same_numbers
 from .gguf import check_all_read, empty_model, mapped, read_tokenizer, rope_factors
 from .gguf_header import FLOATS, Header, read_header
 from .hub import Remote
@@ -116,7 +117,7 @@ def stream_folder(
     refuse(refusals(config, family))
     weights = None if why_not(model) is not None else safetensors_in(paths)
     plan = plan_of(model, "float32" if kind == OWN else kind) if weights is not None else None
-    if weights is None or plan is None or plan.tied == ("lm_head.weight" in weights):
+    if weights is None or plan is None or not _has_its_head(weights, tied=plan.tied):
         return None
     try:
         parts = parts_from(plan, weights, HUGGING_FACE)
@@ -143,6 +144,9 @@ def pack_again(path: Path, plan: Plan, tell: Tell = silent) -> Packed:
 def _filled(plan: Plan, parts: Parts, name: str, tell: Tell) -> Packed:
     packed = Packed(plan)
     packed.fill(parts, lambda share: tell(f"loading {name}: {share:.0%}"))
+    for file in {stored.file for part in parts.values() for stored in part}:
+        if file is not None:
+            file.check_unchanged()
     return packed
 
 
@@ -213,16 +217,18 @@ def _weight_files(folder: Path) -> dict[str, Path] | None:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if single.exists():
-            return _names_in(single)
+            names = safetensors_names(single)
+            return None if names is None else dict.fromkeys(names, single)
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         found = {str(name): folder / str(file) for name, file in places.items()}
         return found if all(path.exists() for path in found.values()) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ModelRefused, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _names_in(path: Path) -> dict[str, Path]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(min(length, path.stat().st_size)))
-    return {name: path for name in entries if name != "__metadata__"}
+def _has_its_head(weights: Mapping[str, Stored], *, tied: bool) -> bool:
+    """Is the output head there, or the embedding it is tied to? Some files have the same numbers twice."""
+    head = weights.get("lm_head.weight")
+    if not tied or head is None:
+        return tied == (head is None)
+    return same_numbers(head, weights.get("model.embed_tokens.weight", head))
