@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import write_gguf
 from typer.testing import CliRunner, Result
 
 from headstart.cli.main import app
-from headstart.testing import tiny_tokenizer
+from headstart.errors import HeadstartWarning
+from headstart.testing import tiny_model, tiny_tokenizer
 
 runner = CliRunner()
 
@@ -98,6 +100,7 @@ def test_many_prompts_from_a_file(tiny_folder: str, tmp_path: Path) -> None:
     assert [a["index"] for a in found] == [0, 1, 2]
     assert [a["token_ids"] for a in found] == [a["token_ids"] for a in alone]
     texts = run("generate", "-m", tiny_folder, "-n", "6", "--prompts", "-", input=path.read_text())
+    assert re.search(r"tau \d\.\d\d   \d+\.\d tok/s, prompts included", texts.stderr)
     headings = (f"=== {i} of 3 ===\n{a['text']}\n" for i, a in enumerate(alone, start=1))
     assert texts.stdout == "".join(headings)
     assert "3 answers" in texts.stderr
@@ -267,6 +270,26 @@ def test_verbose_tells_what_runs(tiny_folder: str, place: str) -> None:
     told = run(*arguments).stderr
     assert re.search(r"architecture LlamaForCausalLM, .*dtype float32, device cpu, kernels torch, draft lookup", told)
     assert "architecture" not in run("generate", "-m", tiny_folder, "-n", "2", "x").stderr
+
+
+def test_verbose_tells_the_notes_of_the_report(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    result = run("generate", "--verbose", "-m", str(path), "-n", "2", "x")
+    assert "the file's weights are F32" in result.stderr
+    assert re.search(r"^loaded in \d+\.\d s$", result.stderr, re.MULTILINE)
+
+
+def test_a_draft_model_is_named_with_its_size_and_numbers(tiny_folder: str) -> None:
+    arguments = ("-m", tiny_folder, "-d", tiny_folder, "-n", "4", "--gamma", "2", "x")
+    assert re.search(r"torch; draft model of \d+M parameters, float32, torch\n", run("generate", *arguments).stderr)
+    model = answers(*arguments)[0]["model"]
+    assert (model["draft"], model["draft_dtype"], model["draft_kernels"]) == ("model", "float32", "torch")
+    assert model["draft_parameters"] == model["parameters"]
+
+
+def test_threads_that_do_nothing_are_told(tiny_folder: str) -> None:
+    with pytest.warns(HeadstartWarning, match="threads=2 does nothing: LlamaForCausalLM runs on torch, with "):
+        assert run("generate", "-m", tiny_folder, "-n", "2", "--threads", "2", "x").exit_code == 0
 
 
 def test_demo_compares_plain_with_speculative(tiny_folder: str) -> None:

@@ -137,7 +137,9 @@ def test_the_number_of_threads_is_measured_or_set_by_hand(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     LLM(target(), None, max_model_len=64, quantization="int8")
     assert said == [2]
-    own = LLM(target(), draft(), max_model_len=64, quantization="int8", threads=3).engine.parts
+    monkeypatch.setattr("headstart.assembly.processors", lambda: 2)
+    with pytest.warns(HeadstartWarning, match="threads=3 is more than the 2 processors here"):
+        own = LLM(target(), draft(), max_model_len=64, quantization="int8", threads=3).engine.parts
     assert (own.runner.threads, own.drafter.runner.threads, said) == (3, 3, [2])  # said by hand: nothing is measured
 
 

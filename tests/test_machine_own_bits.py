@@ -12,7 +12,7 @@ import torch
 from gguf_files import write_gguf
 from torch import Tensor
 
-from headstart import LLM, SamplingParams
+from headstart import LLM, SamplingParams, assembly
 from headstart.errors import HeadstartWarning, ModelRefused
 from headstart.machine.cpu import build
 from headstart.machine.cpu.formats import as_floats
@@ -221,6 +221,14 @@ def test_files_of_floats_stay_floats(tmp_path: Path) -> None:
     assert (report.dtype, report.kernels[:3]) == ("float16", "C++")
     assert "the file's weights are F16 (and F32), run as they are" in report.notes
     assert any("nothing is rounded" in note for note in report.notes)
+
+
+def test_a_draft_too_large_to_be_asked_is_not_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "LEAST_PARAMETERS", 0)
+    monkeypatch.setattr(assembly, "measure", lambda *_: pytest.fail("measured"))
+    llm = LLM(path, path, max_model_len=64, max_rows=1, device="cpu")
+    llm.generate("ABBA", PARAMS)
+    assert "the draft model reads 100% of the bytes" in str(llm.engine.inactive_reason)
 
 
 def test_a_draft_runs_with_its_own_bits_too(path: Path) -> None:

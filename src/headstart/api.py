@@ -93,7 +93,7 @@ class LLM:
         at (an empty text: nothing to tell); without it, a terminal shows that in one line.
         """
         self.config = Config.of({"gamma": gamma, **settings}, beside=set(signature(LLM).parameters) - {"settings"})
-        self.engine, self._target, self._codec = assemble(
+        self.engine, self._target, self._draft, self._codec = assemble(
             model,
             draft,
             self.config,
@@ -111,6 +111,10 @@ class LLM:
             token=token,
         )
         self._ids = count()
+
+    def __repr__(self) -> str:
+        report = self.report
+        return f"<LLM {report.architecture}, {report.dtype} on {report.device}, draft {self.drafter_name}>"
 
     # -- what people call
 
@@ -268,6 +272,11 @@ class LLM:
     def report(self) -> Capability:
         """What the target is and what it can do."""
         return self._target.report
+
+    @property
+    def draft_report(self) -> Capability | None:
+        """What the draft model is; None where no model drafts (a head, ``lookup``, nobody)."""
+        return self._draft
 
     @property
     def stats(self) -> EngineStats:

@@ -5,6 +5,7 @@ Knows: which parts a target and a wish for a draft need. Does not know: how any 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from .config import Config
+from .control.adaptive import AdaptiveController
 from .control.controller import controller_for
 from .drafters.base import DraftContext, Drafter, drafter_named, registered_drafters
 from .drafters.head import HeadDrafter
@@ -21,8 +23,9 @@ from .drafters.model import ModelDrafter
 from .drafters.portfolio import PortfolioDrafter
 from .engine.engine import Engine
 from .engine.warm_up import open_captured
-from .errors import InvalidParameter, ModelNotFound, ModelRefused
+from .errors import HeadstartWarning, InvalidParameter, ModelNotFound, ModelRefused
 from .machine.cpu.open import check_quantization, open_packed
+from .machine.cpu.threads import processors
 from .machine.head import head_folder
 from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.load.hub import Remote
@@ -67,11 +70,9 @@ def assemble(
     check: bool,
     progress: Tell | None,
     **placement: Any,
-) -> tuple[Engine, Loaded, TextCodec | None]:
-    """Load everything and build the engine. The arguments are those of ``LLM``; ``placement``: device and trust.
-
-    No codec: the model came without a tokenizer.
-    """
+) -> tuple[Engine, Loaded, Capability | None, TextCodec | None]:
+    """Load everything: the engine, the target, what the draft model is if there is one, and the codec, if there is a
+    tokenizer. The arguments are those of ``LLM``; ``placement``: device and trust."""
     check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):
         source: Model = embedded_folder(tell) if model is None else model
@@ -84,6 +85,7 @@ def assemble(
         )
         sizes = _sizes(config, opened.loaded.report, check)
         runner, target = runner_for(opened, **sizes, invariant=config.engine.invariant)
+        _check_threads(config.engine.threads, runner, target.report)
         vocab_size = target.report.tokenizer_size or runner.vocab_size
         controller = controller_for(config.draft)
         load = partial(load_draft, quantization=draft_quantization, dtype=draft_dtype, tell=tell, **placement)
@@ -93,9 +95,8 @@ def assemble(
         drafter = None
         if config.draft.most > 0:  # else nothing will be drafted, so nothing is loaded or asked either
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
-            drafter = _drafter(
-                draft, partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
-            )
+            given = partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
+            drafter = _drafter(draft, given)
         captured = open_captured(runner, drafter, config.draft, vocab_size, tell, name=target.report.architecture)
         if drafter is not None:
             lengths = captured.lengths if captured is not None and captured.drafting else None
@@ -112,7 +113,7 @@ def assemble(
         captured=captured,
         max_gamma=config.draft.most,
     )
-    return engine, beside.target, codec
+    return engine, beside.target, beside.draft, codec
 
 
 def _sizes(config: Config, report: Capability, check: bool) -> dict[str, Any]:
@@ -127,6 +128,20 @@ def _sizes(config: Config, report: Capability, check: bool) -> dict[str, Any]:
         "probe": check,
         "threads": config.engine.threads,
     }
+
+
+def _check_threads(asked: int | None, runner: Runner, report: Capability) -> None:
+    """Say it where the wished number of threads does nothing, or harm."""
+    if asked is None or runner.device.type != "cpu":
+        return
+    if not runner.own_threads and asked != torch.get_num_threads():
+        said = f"does nothing: {report.architecture} runs on torch, with {torch.get_num_threads()} threads"
+        warnings.warn(f"threads={asked} {said} (torch.set_num_threads)", HeadstartWarning, stacklevel=4)
+    if runner.own_threads and asked > processors():
+        said = (
+            f"is more than the {processors()} processors here: threads that wait for each other are many times slower"
+        )
+        warnings.warn(f"threads={asked} {said}", HeadstartWarning, stacklevel=4)
 
 
 def _check_name(draft: Model | Drafter | None, placement: dict[str, Any]) -> None:
@@ -173,6 +188,7 @@ class _Beside:
     most: int  # tokens that a round may draft
     cost: float | None = None  # bytes that the draft reads for a token, over the target's; None: nobody knows
     forecast: Forecast | None = None  # None: it was not measured
+    draft: Capability | None = None  # what was opened
 
     @property
     def known(self) -> dict[str, Any]:
@@ -186,11 +202,12 @@ class _Beside:
         promise = recall(place)
         opened = self.load(draft, auto="int4" if promise is not None and promise.kind == "int4" else "int8")
         self._check(opened.loaded)
-        if promise is None:
+        if promise is None and not self._hopeless(opened):
             opened, promise = self._measured(draft, opened)
             if promise is not None:
                 remember(place, promise)
         runner, loaded = runner_for(opened, **self.sizes, draft=True)
+        self.draft = loaded.report
         if promise is not None:
             self.forecast = promise.forecast()
             self._note(str(promise))
@@ -221,6 +238,12 @@ class _Beside:
         if None in files:
             return None
         return pair_file(str(files), self.target.report.dtype, *self.about, torch.get_num_threads())
+
+    def _hopeless(self, opened: Opened) -> bool:
+        """Is there nothing to choose, and the draft too large to be asked whatever a measurement says?"""
+        if opened.choosable or opened.packed is None:
+            return False
+        return opened.packed.bytes >= AdaptiveController.TOO_LARGE * self.target.report.bytes
 
     def _measured(self, draft: Model, opened: Opened) -> tuple[Opened, Promise | None]:
         """What the draft promises beside this target, if it runs on the CPU's kernels; with weights of 8 bits or of 4,

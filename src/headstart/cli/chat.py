@@ -135,7 +135,8 @@ class _Talk:
         self._said.answer(completion.text)
         if completion.finish_reason == "abort":
             note("stopped; what was written stays in the conversation")
-        note(closing_line(completion.stats, self._llm.engine.inactive_reason))
+        model = self._llm.draft_report is not None
+        note(closing_line(completion.stats, self._llm.engine.inactive_reason, model=model))
 
     def _stream(self) -> Any:
         """The answer, cut short where the context ends."""

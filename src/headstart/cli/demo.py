@@ -11,7 +11,7 @@ from ..types import Completion, SamplingParams
 from .answers import ask
 from .options import MaxTokens, ModelOptions
 from .prompts import Question
-from .screen import Answer, describe, legend, output, show_table
+from .screen import Answer, describe, draft_of, legend, output, show_table
 
 __all__ = ["demo"]
 
@@ -55,7 +55,7 @@ def demo(*, model: ModelOptions, max_tokens: MaxTokens = 96) -> None:
     if answer.coloured:
         console.print(legend())
     console.print(f"\n[bold]Target[/] {describe(llm.report)}")
-    console.print(f"[bold]Draft[/]  {llm.drafter_name}, gamma {model.gamma}\n")
+    console.print(f"[bold]Draft[/]  {draft_of(llm)}, gamma {model.gamma}\n")
     rows = []
     _run(llm, "Hello", 4, speculate=False)  # warm up
     for name, prompt in PROMPTS.items():
@@ -71,6 +71,8 @@ def demo(*, model: ModelOptions, max_tokens: MaxTokens = 96) -> None:
         "alpha: share of drafted tokens accepted; tau: tokens per forward of the target (1 is plain decoding).\n"
         "Speeds are of this machine, now, without the reading of the prompt."
     )
+    if llm.engine.inactive_reason:
+        console.print(f"speculation inactive: {llm.engine.inactive_reason}", markup=False)
 
 
 def _row(name: str, fast: Completion, plain: Completion) -> tuple[str, ...]:

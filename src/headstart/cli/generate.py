@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -71,6 +72,7 @@ def generate(
     params = sampling.params(logprobs=logprobs)
     wanted = len(questions) * params.n
     llm = model.open(rows=min(wanted, EngineConfig.max_rows) if max_rows is None else max_rows)
+    begun = perf_counter()
     show = _Json(llm, numbered=prompts is not None) if json_lines else _Texts(len(questions), params.n)
     if prompts is not None:
         _many(llm, questions, params, raw=raw, show=show)
@@ -79,7 +81,7 @@ def generate(
     else:
         _stream(llm, questions[0], params, raw=raw)
     if not json_lines and wanted > 1:
-        note(summary(llm.stats))
+        note(summary(llm.stats, perf_counter() - begun))
     if not json_lines:
         note(what_runs(llm))
 
@@ -97,7 +99,8 @@ def _stream(llm: Any, question: Question, params: SamplingParams, *, raw: bool) 
     answer.end()
     if answer.coloured:
         note(legend())
-    note(closing_line(stream.completion().stats, llm.engine.inactive_reason))
+    model = llm.draft_report is not None
+    note(closing_line(stream.completion().stats, llm.engine.inactive_reason, model=model))
 
 
 def _many(llm: Any, questions: list[Question], params: SamplingParams, *, raw: bool, show: _Json | _Texts) -> None:

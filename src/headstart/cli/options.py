@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
+from time import perf_counter
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -78,7 +79,9 @@ class TargetOptions:
         ),
     ] = None
     revision: Annotated[str | None, _model(of="NAME", help="Branch, tag or commit of a model from the hub.")] = None
-    dtype: Annotated[str, _model(of="TYPE", help="auto, float32, bfloat16 or float16.")] = "auto"
+    dtype: Annotated[
+        str, _model(of="TYPE", help="auto, float32, bfloat16 or float16: floats in the place of a file's own bits.")
+    ] = "auto"
     device: Annotated[
         str | None, _model(of="DEVICE", help="cpu, cuda, cuda:1 ... Without it: a GPU if there is one.")
     ] = None
@@ -113,8 +116,8 @@ class ModelOptions(TargetOptions):
         str,
         _model(
             of="KIND",
-            help="Weights of the model: int8, int4, none (as they are), or auto (on a CPU the own bits of "
-            "a GGUF file and of the embedded model; others as they are).",
+            help="Weights of the model: auto (on a CPU the own bits of a GGUF file and of the embedded model; others "
+            "as they are), int8 or int4 (rounded anew), or none (floats: a GGUF file is spelt out, and slow).",
         ),
     ] = "auto"
     max_model_len: Annotated[int | None, _model(of="N", help="The most tokens of prompt and answer together.")] = None
@@ -122,21 +125,22 @@ class ModelOptions(TargetOptions):
         bool,
         _model(
             "--invariant",
-            help="The same bits in any company: a text does not depend on what else is served. Always so with int8 and "
-            "int4 on a CPU; slower on a GPU.",
+            help="The same bits in any company: a text does not depend on what else is served. Always so on a CPU "
+            "with Headstart's own kernels; slower on a GPU.",
         ),
     ] = False
-    threads: Annotated[int | None, _model(of="N", help="Threads on a CPU. Without it: as many as measure fastest.")] = (
-        None
-    )
+    threads: Annotated[
+        int | None,
+        _model(of="N", help="Threads on a CPU, for target and draft. Without it: as many as measure fastest."),
+    ] = None
     draft: Annotated[
         str,
         _drafting(
             "--draft",
             "-d",
             of="DRAFT",
-            help="Who drafts: lookup (copies from the text so far), a smaller model or a head (folder or hub id), "
-            "none, or auto (the embedded model's own head; lookup for any other model).",
+            help="Who drafts: lookup (copies from the text so far), a smaller model (folder, .gguf file or hub id) "
+            "or a head (folder), none, or auto (the embedded model's own head; lookup for any other model).",
         ),
     ] = "auto"
     gamma: Annotated[
@@ -159,9 +163,13 @@ class ModelOptions(TargetOptions):
         with self.loading() as tell:
             from ..api import LLM
 
+            begun = perf_counter()
             llm = LLM(**given, progress=tell)
-        told = ", ".join(f"{name} {value}" for name, value in facts(llm).items())
-        logging.getLogger("headstart").info("%s", told)
+        log = logging.getLogger("headstart")
+        log.info("%s", ", ".join(f"{name} {value}" for name, value in facts(llm).items()))
+        for said in llm.report.notes:
+            log.info("%s", said)
+        log.info("loaded in %.1f s", perf_counter() - begun)
         return llm
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Answer",
     "closing_line",
     "describe",
+    "draft_of",
     "facts",
     "legend",
     "note",
@@ -106,8 +107,8 @@ def legend() -> Text:
     return text.append("plain", style="dim")
 
 
-def closing_line(stats: Stats, inactive: str | None) -> Text:
-    """What speculation did, in one line."""
+def closing_line(stats: Stats, inactive: str | None, *, model: bool = False) -> Text:
+    """What speculation did, in one line; and why it stopped, where a ``model`` drafts, which costs time."""
     text = Text("  ", style="dim")
     if stats.drafted:
         text.append(
@@ -117,32 +118,48 @@ def closing_line(stats: Stats, inactive: str | None) -> Text:
         text.append(f"speculation inactive: {inactive}   ")
     text.append(f"tau {stats.acceptance_length:.2f}   ")
     text.append(f"{stats.tokens} tokens in {stats.rounds} rounds   {stats.tokens_per_second:.1f} tok/s   ")
-    return text.append(f"first token after {stats.first_token_seconds:.2f} s")
+    text.append(f"first token after {stats.first_token_seconds:.2f} s")
+    if stats.drafted and inactive and model:
+        text.append(f"\n  speculation inactive since: {inactive}")
+    return text
 
 
-def summary(stats: Any) -> Text:
-    """What an engine did for many answers, in one line."""
+def summary(stats: Any, seconds: float) -> Text:
+    """What an engine did for many answers, in one line. ``seconds``: from the first prompt to the last token."""
     text = Text(f"  {stats.finished} answers   {stats.tokens} tokens   ", style="dim")
     if stats.drafted:
         text.append(f"alpha {stats.acceptance_rate:.2f}   ")
-    return text.append(f"tau {stats.acceptance_length:.2f}")
+    return text.append(f"tau {stats.acceptance_length:.2f}   {stats.tokens / seconds:.1f} tok/s, prompts included")
 
 
 def what_runs(llm: Any) -> Text:
     """The model, its numbers and kernels, and who drafts, in one line: other kernels may mean another text."""
-    return Text(f"  {describe(llm.report)}; draft {llm.drafter_name}", style="dim")
+    return Text(f"  {describe(llm.report)}; draft {draft_of(llm)}", style="dim")
 
 
 def describe(report: Any) -> str:
     """A model in one line, from its capability report."""
-    millions = f"{report.parameters / 1e6:.0f}M parameters"
-    return f"{report.architecture}, {millions}, {report.dtype} on {report.device}, {report.kernels}"
+    return f"{report.architecture}, {_size(report)}, {report.dtype} on {report.device}, {report.kernels}"
+
+
+def draft_of(llm: Any) -> str:
+    """Who drafts; of a model, its size and its numbers, too."""
+    name, report = llm.drafter_name, llm.draft_report
+    return name if report is None else f"{name} of {_size(report)}, {report.dtype}, {report.kernels}"
+
+
+def _size(report: Any) -> str:
+    count = report.parameters
+    return f"{count / 1e9:.2g}B parameters" if count >= 999.5e6 else f"{count / 1e6:.0f}M parameters"
 
 
 def facts(llm: Any) -> dict[str, Any]:
     """What runs: the model, its numbers, where, on which kernels, and who drafts."""
     names = ("architecture", "parameters", "dtype", "device", "kernels")
-    return {name: getattr(llm.report, name) for name in names} | {"draft": llm.drafter_name}
+    found = {name: getattr(llm.report, name) for name in names} | {"draft": llm.drafter_name}
+    if llm.draft_report is not None:
+        found |= {f"draft_{name}": getattr(llm.draft_report, name) for name in ("parameters", "dtype", "kernels")}
+    return found
 
 
 def show_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
