@@ -29,11 +29,12 @@ FLOORS = {
     "testing": 5,
     "prompts": 5,  # a door's reading room: only doors call it
     "api": 6,
-    "tensors": 7,
-    "cli": 7,
-    "server": 7,
-    "__init__": 8,
-    "__main__": 8,
+    "async_api": 7,
+    "tensors": 8,
+    "cli": 8,
+    "server": 8,
+    "__init__": 9,
+    "__main__": 9,
 }
 # Rooms on one floor that may use each other; all others keep to their own folder.
 NEIGHBOURS = {

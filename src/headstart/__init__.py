@@ -13,6 +13,7 @@ from . import errors as _errors
 TYPE_CHECKING = False  # typing's own, which type checkers know by its name: nothing else is imported here
 if TYPE_CHECKING:
     from .api import LLM
+    from .async_api import AsyncLLM
     from .drafters.base import DraftContext, Drafter, TargetView
     from .engine.inbox import Inbox, Reader
     from .engine.stream import Stream
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Choice",
     "Completion",
     "DraftContext",
@@ -83,6 +85,7 @@ __version__ = "0.1.0"
 _HOMES = {
     **{name: "errors" if hasattr(_errors, name) else "types" for name in __all__},
     "LLM": "api",
+    "AsyncLLM": "async_api",
     **dict.fromkeys(("DraftContext", "Drafter", "TargetView"), "drafters.base"),
     **dict.fromkeys(("Inbox", "Reader"), "engine.inbox"),
     "Stream": "engine.stream",

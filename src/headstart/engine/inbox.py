@@ -61,19 +61,31 @@ class Reader(Stream):
         self._engine.discard(self._handle)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
+        try:
+            async for pieces in self.rounds():
+                for piece in pieces:
+                    yield piece
+        finally:
+            self.close()  # at once, when its reader leaves
+
+    async def rounds(self, *, failing: bool = True) -> AsyncIterator[list[Piece]]:
+        """What came with each round, or with several if the event loop was busy. ``failing``: raise at the end of a
+        request that failed."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._notify = lambda: loop.call_soon_threadsafe(news.set)
         try:
             while True:
-                for piece in self.pieces():
-                    yield piece
-                if self.ended:
+                if pieces := self.pieces():
+                    yield pieces
+                elif self.ended:
                     break
-                await news.wait()
-                news.clear()
+                else:
+                    await news.wait()
+                    news.clear()
         finally:
             self.close()
-        self._handle.raise_failure()
+        if failing:
+            self._handle.raise_failure()
 
     def _tell(self) -> None:
         """There is news: say so once, until it is read. One who does not read is not waited for."""
