@@ -217,3 +217,8 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
         (tmp_path / "b.json").write_text(text)
         assert recall(tmp_path / "b.json") is None, text[:300]
     assert recall(None) is None
+
+
+def test_a_draft_of_fixed_bits_is_told_without_their_name() -> None:
+    promise = Promise(0.04, {1: 1.0, 9: 1.2}, {"own": Figures(0.7, 0.75, 0.004)}, 4)
+    assert str(promise).startswith("the draft, as measured beside this target; expected over plain decoding: 2.")

@@ -108,10 +108,11 @@ class Promise:
         return CostModel(c=self.figures[kind].step / self.plain, v=self.v)
 
     def __str__(self) -> str:
-        what = "the draft's weights are " + self.kind if len(self.figures) > 1 else "the draft"
+        several = len(self.figures) > 1
+        what = "the draft's weights are " + self.kind if several else "the draft"
         said = (
-            f"{kind} {self.speedup(kind):.2f}x (alpha {f.alpha:.2f}, the same token {f.greedy:.0%}, "
-            f"a step {f.step * 1e3:.3g} ms to the target's {self.plain * 1e3:.3g})"
+            (f"{kind} " if several else "") + f"{self.speedup(kind):.2f}x (alpha {f.alpha:.2f}, "
+            f"the same token {f.greedy:.0%}, a step {f.step * 1e3:.3g} ms to the target's {self.plain * 1e3:.3g})"
             for kind, f in sorted(self.figures.items(), key=lambda item: -self.speedup(item[0]))
         )
         return (
