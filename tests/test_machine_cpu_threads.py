@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from headstart.machine.cpu import thread_count
+from headstart.machine.cpu import build, thread_count
+from headstart.machine.cpu.cores import allowed_cores
+from headstart.machine.cpu.open import open_packed
 from headstart.machine.cpu.thread_count import TURNS, Timed, best_count, threads_for
 from headstart.machine.cpu.threads import FIRST_TRIAL, PAUSE, WINS, Pace, counts
+from headstart.machine.load.loading import load
+from headstart.testing import tiny_model
+
+kernels = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
 
 def test_a_busy_machine_gets_one_thread_until_it_is_quiet_again() -> None:
@@ -128,3 +137,82 @@ def test_a_result_is_remembered_when_two_loads_found_it(monkeypatch: pytest.Monk
         assert load() == 1, broken[:30]
     record.write_text(json.dumps({"threads": 2, "seconds": {"1": 2.0, "2": 1.0}}))  # as it was kept before: doubted
     assert load() == 1
+
+
+# -- what a container leaves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000", "cpu.max": "max 100000"}, 4),
+        ("0::/a/b", {"a/b/cpu.max": "20000 100000", "a/cpu.max": "400000 100000"}, 1),
+        ("3:cpu,cpuacct:/x", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpuset:/", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("nonsense", {"cpu.max": "100000 100000"}, None),
+        ("0::/", {"cpu.max": "much of it"}, None),
+        ("0::/", {"cpu.max": "100000 0"}, None),
+    ],
+)
+def test_a_containers_quota(own: str, files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert allowed_cores(tmp_path / "groups", tmp_path / "own") == cores
+    assert allowed_cores(tmp_path, tmp_path / "missing") is None
+
+
+@kernels
+def test_no_more_threads_than_a_container_pays_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Though torch counts the machine's cores, and in a throttled moment nothing could be measured."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setattr("headstart.machine.cpu.open.allowed_cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    monkeypatch.setattr(thread_count, "best_count", lambda step, most: None)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    runner = open_packed(load(tiny_model("llama", **sizes)), "int8", rows=1, max_len=16, margin=1, probe=False)
+    assert runner.threads == 1
+
+
+# -- what the system does not give ------------------------------------------------------------------------------------
+
+CODE = """
+import resource, sys, torch
+from headstart.machine.cpu.open import open_packed
+from headstart.machine.load.loading import load
+from headstart.testing import tiny_model
+
+def limit(more):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more if more else -1, -1))
+
+model = load(tiny_model("llama", hidden_size=512, intermediate_size=4096, head_dim=32, max_position_embeddings=4096))
+runner = open_packed(model, "int8", rows=1, max_len=4096, margin=1, probe=False, threads=1)
+text = torch.randint(100, (1, 4000))
+few = runner.forward(slice(0, 1), text[:, :3], [0])
+limit(64 << 20)
+try:
+    runner.forward(slice(0, 1), text, [0], keep=1)
+    print("there was memory")
+except MemoryError as error:
+    print(error)
+runner.threads = 32  # each wants a stack
+print(torch.equal(runner.forward(slice(0, 1), text[:, :3], [0]), few))
+limit(0)
+print(runner.forward(slice(0, 1), text, [0], keep=1).shape)
+"""
+
+
+@kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory as Linux does")
+def test_memory_and_threads_that_cannot_be_had() -> None:
+    """A forward without memory is an error, and the next one runs; missing threads cost time only."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
+    said = done.stdout.splitlines()
+    assert said == ["there is no memory for a forward of 4000 tokens", "True", "torch.Size([1, 1, 112])"], done.stderr
+    assert "of 32 threads could be started" in done.stderr

@@ -6,6 +6,7 @@ Knows: the memory layout of csrc/decoder.h, field by field. Does not know: what 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
@@ -24,6 +25,9 @@ __all__ = [
     "kernels",
     "pool",
 ]
+
+
+log = logging.getLogger(__name__)
 
 
 def each(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -73,6 +77,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_advise": (None, [c_void_p, c_int64]),
     "hs_instructions": (c_char_p, []),
     "hs_pool_new": (c_void_p, [c_int]),
+    "hs_pool_size": (c_int, [c_void_p]),
     "hs_product": (None, [c_void_p, POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
     "hs_read": (None, [c_void_p, c_void_p, c_int64]),
     "hs_multiply": (c_int64, [c_void_p, c_int64]),
@@ -118,7 +123,11 @@ def instructions(level: str | None = None) -> str:
 
 @cache
 def _pool(level: str, threads: int, process: int) -> int:
-    return int(kernels(level).hs_pool_new(threads))
+    found = int(kernels(level).hs_pool_new(threads))
+    there = int(kernels(level).hs_pool_size(found))
+    if there < threads:
+        log.warning("only %d of %d threads could be started (a limit of processes, or of memory?)", there, threads)
+    return found
 
 
 def pool(threads: int, level: str | None = None) -> int:

@@ -160,7 +160,10 @@ class CpuRunner(Watched, ModelRunner):
     def _run(self, tokens: int, longest: int) -> None:
         """The kernels, as ``_call`` says; how long they took is told to ``_pace``."""
         begun = perf_counter()
-        if self._kernels.hs_forward(self._handle, pool(self._pace.threads()), ctypes.byref(self._call)):
+        wrong = self._kernels.hs_forward(self._handle, pool(self._pace.threads()), ctypes.byref(self._call))
+        if wrong == 2:
+            raise MemoryError(f"there is no memory for a forward of {tokens} tokens")
+        if wrong:
             raise ValueError(f"a token id lies outside the vocabulary of {self.vocab_size}")
         # The longer the text, the more there is to read.
         self._pace.took((tokens, longest.bit_length()), perf_counter() - begun)
@@ -221,11 +224,16 @@ class CpuRunner(Watched, ModelRunner):
         tree = Topology.of([(-1, -1, 1)], self.device)
         branch = self.forward(slice(0, 1), torch.tensor([[x[9], x[0], x[10], x[11]]]), [9], tree)[0]
         found = torch.cat([chain, branch[[0, 2, 3]]])
-        if not bool(torch.isfinite(fresh).all()) or not torch.equal(found, fresh[6:]):
-            name = getattr(self.model, "architecture", type(self.model).__name__)
+        name = getattr(self.model, "architecture", type(self.model).__name__)
+        if not bool(torch.isfinite(fresh).all()):
             raise ModelRefused(
-                f"{name} gives other logits on the CPU kernels when its text comes in pieces than "
-                "in one pass (or no numbers at all), so drafts could not be verified; use quantization=None"
+                f"{name} gives logits that are no numbers (NaN or infinity): its weights are damaged, or too large for "
+                f"{self.packed.plan.kind}; fetch it again, or use dtype='float32' and quantization=None"
+            )
+        if not torch.equal(found, fresh[6:]):
+            raise ModelRefused(
+                f"{name} gives other logits on the CPU kernels when its text comes in pieces than in one pass, so "
+                "drafts could not be verified; use quantization=None"
             )
 
 

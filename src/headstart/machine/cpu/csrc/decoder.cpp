@@ -7,6 +7,9 @@
 // is in the registers. A token's numbers are the same whoever computes them and whatever else is in the batch.
 #include "decoder.h"
 
+#include <new>
+#include <optional>
+
 namespace hs {
 
 void norm_token(const float* x, const float* weight, float eps, int width, const Inputs& to, int token) {
@@ -182,6 +185,7 @@ struct Handle {
 using namespace hs;
 
 HS_API void* hs_pool_new(int threads) { return new Pool(threads); }
+HS_API int hs_pool_size(void* pool) { return ((Pool*)pool)->size(); }  // fewer than asked for if the system had no more
 
 HS_API void* hs_model_new(const Model* model) {
     Handle* h = new Handle{*model, std::vector<Layer>(model->layer, model->layer + model->layers), {}};
@@ -209,32 +213,45 @@ static int lay_out(const Call& c, Room& room) {
     return tokens;
 }
 
-// 0, or 1 if a token id is not in the vocabulary (then nothing was done).
-HS_API int hs_forward(void* handle, void* pool_, const Call* call) {
-    Handle& h = *(Handle*)handle;
-    Pool& pool = *(Pool*)pool_;
-    const Model& m = h.model;
-    Room& room = h.room;
-    const int tokens = lay_out(*call, room), kept = call->rows * call->keep;
-    for (int t = 0; t < tokens; t++)
-        if (call->tokens[t] < 0 || call->tokens[t] >= m.vocab) return 1;
+// All that a call needs, with its memory: threads that run must not ask for much, since they cannot fail.
+static Forward prepared(const Model& m, const Call& c, Room& room, Pool& pool, int tokens) {
+    const size_t phases = 8 * (size_t)m.layers + 4, most = (size_t)MOST_SPAN * (m.heads / m.kv_heads);
     if ((int)room.own.size() < pool.size()) room.own.resize(pool.size());
-    const size_t phases = 8 * (size_t)m.layers + 4;
+    for (Own& own : room.own) {
+        own.normed.need(tokens < FEW ? tokens : FEW, m.hidden);
+        own.scores.need(most * (m.capacity + LANES + m.head_dim));
+    }
     if (room.shares.size() < phases) room.shares = std::vector<Share>(phases);
     for (Share& share : room.shares) share.reset();
     room.runs.need(pool.size(), (int)phases);
-    Forward forward{m,
-                    *call,
-                    room,
-                    pool,
-                    tokens,
-                    room.x.need((size_t)tokens * m.hidden),
-                    room.queries.need((size_t)tokens * m.heads * m.head_dim),
-                    room.normed.need(tokens, m.hidden),
-                    room.attended.need(tokens, m.heads * m.head_dim),
-                    room.gated.need(tokens, m.ffn),
-                    room.last.need(kept ? kept : 1, m.hidden)};
-    pool.run([](void* f, int thread) { ((const Forward*)f)->run(thread); }, &forward);
+    const int kept = c.rows * c.keep;
+    return {m,
+            c,
+            room,
+            pool,
+            tokens,
+            room.x.need((size_t)tokens * m.hidden),
+            room.queries.need((size_t)tokens * m.heads * m.head_dim),
+            room.normed.need(tokens, m.hidden),
+            room.attended.need(tokens, m.heads * m.head_dim),
+            room.gated.need(tokens, m.ffn),
+            room.last.need(kept ? kept : 1, m.hidden)};
+}
+
+// 0; 1 if a token id is not in the vocabulary, 2 if there is no memory for so many tokens (then nothing was done).
+HS_API int hs_forward(void* handle, void* pool_, const Call* call) {
+    Handle& h = *(Handle*)handle;
+    Pool& pool = *(Pool*)pool_;
+    std::optional<Forward> forward;
+    try {
+        const int tokens = lay_out(*call, h.room);
+        for (int t = 0; t < tokens; t++)
+            if (call->tokens[t] < 0 || call->tokens[t] >= h.model.vocab) return 1;
+        forward.emplace(prepared(h.model, *call, h.room, pool, tokens));
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+    pool.run([](void* f, int thread) { ((const Forward*)f)->run(thread); }, &*forward);
     return 0;
 }
 

@@ -101,7 +101,7 @@ void pack_int8(const Columns& c, uint8_t* block) {
         wide most = {};
         for (int k = 0; k < GROUP; k++) {
             const wide x = some(c.x[k] + i), size = x < wide{} ? -x : x;
-            most = size > most ? size : most;  // NaN is passed over
+            most = (size > most) | (size != size) ? size : most;  // of a group with NaN the scale is NaN, too
         }
         most /= 127.0f;
         memcpy(scale + i, &most, sizeof most);
@@ -121,15 +121,16 @@ void pack_int4(const Columns& c, uint8_t* block) {
     float scale[LANES], least[LANES], inverse[LANES];
     for (int i = 0; i < LANES; i += WIDE) {
         wide low = wide{} + INFINITY, high = wide{} - INFINITY;
-        for (int k = 0; k < GROUP; k++) {  // NaN is passed over
+        wide_int broken = {};
+        for (int k = 0; k < GROUP; k++) {
             const wide x = some(c.x[k] + i);
             low = x < low ? x : low;
             high = x > high ? x : high;
+            broken |= x != x;
         }
         const wide_int none = low > high;  // nothing but NaN
         low = none ? some(c.x[0] + i) : low;
-        high = (none ? low : high) - low;
-        high /= 15.0f;
+        high = broken ? wide{} + NAN : (high - low) / 15.0f;  // of a group with NaN the scale is NaN, too
         memcpy(least + i, &low, sizeof low);
         memcpy(scale + i, &high, sizeof high);
     }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 #if defined(__x86_64__) || defined(__i386__)
@@ -29,7 +30,12 @@ inline void breathe() {
 class Pool {  // lives as long as the process
   public:
     explicit Pool(int threads) : size_(threads < 1 ? 1 : threads) {
-        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { serve(i); });
+        workers_.reserve(size_);
+        try {
+            for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { serve(i); });
+        } catch (const std::system_error&) {  // the system gives no more: those there are will do
+            size_ = (int)workers_.size() + 1;
+        }
     }
     int size() const { return size_; }
 
@@ -89,7 +95,7 @@ class Pool {  // lives as long as the process
         }
     }
 
-    const int size_;
+    int size_;  // of all that run, the caller's included; nobody looks at it before the first run
     std::vector<std::thread> workers_;
     std::mutex entry_, mutex_;
     std::condition_variable wake_;
