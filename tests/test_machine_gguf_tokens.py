@@ -85,3 +85,17 @@ def test_an_answer_ends_where_a_turn_ends(tmp_path: Path) -> None:
             llm = LLM(tmp_path / "named.gguf", None, **SIZES)
             answer = llm.generate("AB", SamplingParams(temperature=0, max_tokens=4, logit_bias={95: 100}))
             assert (answer.token_ids, answer.finish_reason) == ((95,), "stop")
+
+
+@pytest.mark.skipif(no_kernels() is not None, reason=str(no_kernels()))
+def test_a_file_without_the_ending_is_known_by_its_beginning(tmp_path: Path) -> None:
+    """Ollama's are called sha256-..., and Windows writes .GGUF."""
+    path = write_gguf(tmp_path / "model.gguf", model(), kind="Q8_0")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = LLM(path, None, **SIZES).generate("ABBA", params).token_ids
+    for name in ("sha256-74701a8c", "MODEL.GGUF"):
+        other = path.rename(tmp_path / name)
+        for quantization in ("auto", "int8", "int8"):  # int8 again: from the packed copy
+            llm = LLM(other, None, quantization=quantization, **SIZES)
+            assert llm.generate("ABBA", params).token_ids == expected
+        path = other

@@ -96,8 +96,16 @@ class Header:
 
 
 def is_gguf(source: object) -> bool:
-    """Does this name a GGUF file, be it there or not?"""
-    return isinstance(source, (str, Path)) and Path(source).suffix == ".gguf"
+    """Does this name a GGUF file, be it there or not? Ollama keeps such files under names without an ending."""
+    if not isinstance(source, (str, Path)):
+        return False
+    if Path(source).suffix.lower() == ".gguf":
+        return True
+    try:
+        with Path(source).expanduser().open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except (OSError, ValueError):  # no file, or a folder
+        return False
 
 
 def gguf_parts(path: Path) -> list[Path]:

@@ -87,7 +87,7 @@ def take(place: Path | None, source: str | Path, remote: Remote) -> tuple[Loaded
             raise OSError("it is damaged or of another version")
         tokenizer = None
         # A GGUF file's tokenizer takes seconds to read, so it is kept too. Any other is read from where it always was.
-        if report.tokenizer_size is not None and Path(source).suffix != ".gguf":
+        if report.tokenizer_size is not None and not is_gguf(source):
             tokenizer = fetch_tokenizer(str(Path(source).expanduser()), remote)
         found = outlined(place, report, tokenizer)
         with suppress(OSError):  # another's, that may be read
