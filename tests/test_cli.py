@@ -12,8 +12,10 @@ from gguf_files import write_gguf
 from typer.testing import CliRunner, Result
 
 from headstart.cli.main import app
+from headstart.cli.screen import closing_line
 from headstart.errors import HeadstartWarning
 from headstart.testing import tiny_model, tiny_tokenizer
+from headstart.types import Stats
 
 runner = CliRunner()
 
@@ -285,6 +287,13 @@ def test_a_draft_model_is_named_with_its_size_and_numbers(tiny_folder: str) -> N
     model = answers(*arguments)[0]["model"]
     assert (model["draft"], model["draft_dtype"], model["draft_kernels"]) == ("model", "float32", "torch")
     assert model["draft_parameters"] == model["parameters"]
+
+
+def test_a_draft_model_that_was_given_up_says_why() -> None:
+    tried = Stats(drafted=9, accepted=1, rounds=20, tokens=21)
+    lines = closing_line(tried, "drafting does not pay now", model=True).plain.splitlines()
+    assert lines[1] == "  speculation inactive by the end: drafting does not pay now"
+    assert "\n" not in closing_line(tried, "drafting does not pay now").plain, "what costs nothing to try is no news"
 
 
 def test_threads_that_do_nothing_are_told(tiny_folder: str) -> None:

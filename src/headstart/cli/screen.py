@@ -120,7 +120,7 @@ def closing_line(stats: Stats, inactive: str | None, *, model: bool = False) -> 
     text.append(f"{stats.tokens} tokens in {stats.rounds} rounds   {stats.tokens_per_second:.1f} tok/s   ")
     text.append(f"first token after {stats.first_token_seconds:.2f} s")
     if stats.drafted and inactive and model:
-        text.append(f"\n  speculation inactive since: {inactive}")
+        text.append(f"\n  speculation inactive by the end: {inactive}")
     return text
 
 
