@@ -234,6 +234,21 @@ def test_a_head_that_is_written_twice(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stream_folder(folder, "own", Remote()) is None
 
 
+def test_what_was_kept_of_a_file_is_damaged(
+    was: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made anew; the file is not said to be damaged, nor run by another plan."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", **SIZES), kind="Q8_0", table="Q8_0")
+    said = opened(path).generate([5, 6, 7], PARAMS).token_ids
+    (outline,) = (tmp_path / "cache" / "packed").glob("*/outline.json")
+    whole = outline.read_text()
+    assert "[1.0, 0." in whole
+    outline.write_text(whole.replace("[1.0, 0.", "[1.0, 7."))
+    assert opened(path).generate([5, 6, 7], PARAMS).token_ids == said
+    assert outline.read_text() == whole
+
+
 # -- files that change meanwhile ------------------------------------------------------------------------------------
 
 
@@ -295,7 +310,7 @@ def test_copies_of_earlier_versions_load(tmp_path: Path) -> None:
     with safe_open(tmp_path / "new.safetensors", "pt") as file:
         header = dict(file.metadata())
     plan = json.loads(header["plan"])
-    del plan["kinds"]  # which they did not have
+    del plan["kinds"], header["sha256_plan"]  # which they did not have
     save_file({"data": packed.data}, tmp_path / "old.safetensors", {**header, "plan": json.dumps(plan)})
     (tmp_path / "old.safetensors").chmod(0o600)
     found = load_packed(tmp_path / "old.safetensors")

@@ -94,7 +94,9 @@ def test_room_is_bounded_and_the_longest_unused_goes_first(folder: Path, monkeyp
     assert len(copies(folder)) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "other version", "gone", "no settings", "endless", "a plan of nonsense"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "other version", "gone", "no settings", "endless", "a plan of nonsense", "another plan"]
+)
 def test_a_damaged_copy_is_passed_over(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = opened(folder).generate([5, 6, 7], PARAMS).token_ids
     (copy,) = copies(folder)
@@ -107,6 +109,10 @@ def test_a_damaged_copy_is_passed_over(folder: Path, damage: str, monkeypatch: p
         (copy / "config.json").write_text("null")
     elif damage == "endless":
         (copy / "generation_config.json").write_text("[" * 100_000)
+    elif damage == "another plan":  # of the same size: one bit of a number is wrong
+        whole = weights.read_bytes()
+        at = whole.index(b"inverse_frequencies") + len(b'inverse_frequencies\\": [1.0, 0.')
+        weights.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     elif damage == "a plan of nonsense":
         header = weights.read_bytes()
         at = header.index(b'vocab\\": 112') + len(b'vocab\\": ')

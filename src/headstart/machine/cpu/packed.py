@@ -162,6 +162,7 @@ def save_packed(packed: Packed, path: Path, about: str = "") -> None:
         "about": about,
         "sha256": _digest(packed.data),
     }
+    header["sha256_plan"] = hashlib.sha256(header["plan"].encode()).hexdigest()
     with replacing(path, guarded=True) as work:
         try:
             save_file({"data": packed.data}, work, metadata=header)
@@ -197,8 +198,8 @@ def _read_packed(path: Path) -> Packed | None:
         about = file.metadata() or {}
         if about.get("version") != VERSION:
             return None
-        plan = plan_from(about["plan"])
-        if plan is None:
+        plan, digest = plan_from(about["plan"]), hashlib.sha256(about["plan"].encode()).hexdigest()
+        if plan is None or about.get("sha256_plan", digest) != digest:
             return None
         if file.get_slice("data").get_shape() != [plan.layout()[1]]:  # before there is memory for it
             return None

@@ -108,6 +108,9 @@ def take_outline(place: Path) -> tuple[Loaded, Plan] | None:
         plan, report = plan_from(about["plan"]), report_from(about["report"])
         if about["version"] != VERSION or plan is None or report is None:
             raise OSError("it is of another version")
+        # Without a digest, of a version that noted none: taken as it is.
+        if about.get("sha256", "") not in ("", _digest(about["plan"], about["report"])):
+            raise OSError("it is damaged")
         found = outlined(place, report)
         with suppress(OSError):  # another's, that may be read
             os.utime(place)  # it was used now
@@ -139,9 +142,14 @@ def keep_outline(place: Path, loaded: Loaded, plan: Plan) -> None:
     reading its configuration and its tokenizer takes longer than that."""
     if not _room():
         return
-    about = {"version": VERSION, "plan": plan_text(plan), "report": report_text(loaded.report)}
+    texts = plan_text(plan), report_text(loaded.report)
+    about = {"version": VERSION, "plan": texts[0], "report": texts[1], "sha256": _digest(*texts)}
     _put(place, loaded, lambda work: write_whole(work / _OUTLINE, json.dumps(about), guarded=True))
     _clear(place.parent, _room())
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def _put(place: Path, loaded: Loaded, write: Callable[[Path], None]) -> None:
