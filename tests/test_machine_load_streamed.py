@@ -234,10 +234,8 @@ def test_a_head_that_is_written_twice(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stream_folder(folder, "own", Remote()) is None
 
 
-def test_what_was_kept_of_a_file_is_damaged(
-    was: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is made anew; the file is not said to be damaged, nor run by another plan."""
+def test_what_was_kept_of_a_file_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One digit of a number: it is made anew, and the file is not run by another plan."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", **SIZES), kind="Q8_0", table="Q8_0")
     said = opened(path).generate([5, 6, 7], PARAMS).token_ids
