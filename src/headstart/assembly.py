@@ -24,8 +24,8 @@ from .drafters.portfolio import PortfolioDrafter
 from .engine.engine import Engine
 from .engine.warm_up import open_captured
 from .errors import HeadstartWarning, InvalidParameter, ModelNotFound, ModelRefused
+from .machine.cpu.cores import processors
 from .machine.cpu.open import check_quantization, open_packed
-from .machine.cpu.threads import processors
 from .machine.head import head_folder
 from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.load.hub import Remote

@@ -9,13 +9,24 @@ it: neither the number of cores nor those that the process may run on.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-__all__ = ["allowed_cores"]
+__all__ = ["allowed_cores", "processors"]
 
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def processors() -> int:
+    """How many processors this process may keep busy."""
+    if sys.platform == "linux":
+        here = len(os.sched_getaffinity(0))
+    else:
+        here = os.cpu_count() or 1
+    return min(here, allowed_cores() or here)
 
 
 def allowed_cores(groups: Path = _GROUPS, own: Path = _OWN) -> int | None:

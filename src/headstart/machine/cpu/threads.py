@@ -10,10 +10,7 @@ threads. The results are the same bits either way, so it is safe to change at an
 
 from __future__ import annotations
 
-import os
-import sys
-
-__all__ = ["Pace", "counts", "processors"]
+__all__ = ["Pace", "counts"]
 
 SLOW = 2.5  # times the best time of such a step: more is not the tokens' fault
 PATIENCE = 3  # slow steps, with quick ones counted against them, before the others are sent away
@@ -23,14 +20,6 @@ FASTER = 0.9  # of the usual time: what another number of threads must reach
 WINS = 3  # trials in a row before it is taken
 FIRST_TRIAL, LAST_TRIAL = 256, 16384  # steps between two trials; they back off while they fail
 _NEWEST = 0.2  # the part of the newest step in the usual time
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    else:
-        return os.cpu_count() or 1
 
 
 def counts(most: int) -> list[int]:
