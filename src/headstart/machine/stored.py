@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
@@ -63,8 +64,8 @@ class OpenFile:
         return found
 
     def _read_into(self, to: memoryview, at: int) -> int:
-        if sys.platform == "win32":
-            with self._lock:  # there the file has one place where it is read
+        if sys.platform != "linux":
+            with self._lock:  # what every system has: one place where the file is read
                 os.lseek(self._file, at, os.SEEK_SET)
                 found = os.read(self._file, len(to))
             to[: len(found)] = found
@@ -74,7 +75,8 @@ class OpenFile:
     def expect(self, at: int, count: int) -> None:
         """Tell the system that these bytes are wanted soon: a wish."""
         if sys.platform == "linux" and count:
-            os.posix_fadvise(self._file, at, count, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):  # not every disk takes wishes
+                os.posix_fadvise(self._file, at, count, os.POSIX_FADV_WILLNEED)
 
     def check_unchanged(self) -> None:
         """Refuse it if it was written to since it was opened: some of what was read is old, and some new."""
