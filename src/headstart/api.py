@@ -337,17 +337,19 @@ class LLM:
         self, ids: Sequence[int], params: SamplingParams, prediction: str | None, own: str | None = None
     ) -> Request:
         """``own``: the id that the caller chose."""
-        expected = tuple(self._need_codec().encode_prediction(prediction)) if prediction else ()
+        expected = tuple(self.codec.encode_prediction(prediction)) if prediction else ()
         free = (name for n in self._ids if not self.engine.running(name := f"request-{n}"))
         return Request(own if own is not None else next(free), tuple(ids), params, expected)
 
     def _encode(self, prompt: Written) -> list[int]:
-        return self._need_codec().encode(prompt) if isinstance(prompt, str) else prompt
+        return self.codec.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _encode_chat(self, conversation: Messages) -> list[int]:
-        return self._need_codec().encode_chat(conversation)
+        return self.codec.encode_chat(conversation)
 
-    def _need_codec(self) -> TextCodec:
+    @property
+    def codec(self) -> TextCodec:
+        """Text to token ids and back. ``ModelRefused`` without a tokenizer."""
         if self._codec is None:
             raise InvalidParameter("prompt", "must be token ids: this model was given without a tokenizer")
         return self._codec

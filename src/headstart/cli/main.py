@@ -16,6 +16,7 @@ from .distill import distill
 from .generate import generate
 from .options import Verbose, spread
 from .screen import show_log
+from .serve import serve
 
 __all__ = ["app", "command"]
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, demo, distill):
+for function in (generate, chat, serve, demo, distill):
     app.command(cls=Command)(spread(function))
 
 

@@ -207,6 +207,10 @@ class Engine:
         return self._turns.mine
 
     @property
+    def waiting(self) -> int:
+        return self._scheduler.waiting
+
+    @property
     def idle(self) -> bool:
         return self._scheduler.idle and not self._discarded
 
@@ -240,8 +244,7 @@ class Engine:
         self._abort_discarded()
         if self._scheduler.arriving:
             self._fill()
-        ready = self._scheduler.ready()
-        if ready:
+        if ready := self._scheduler.ready():
             self.parts.controller.line(self._scheduler.waiting)
             self._round(ready, 0, ahead=not self._scheduler.arriving)
 
@@ -260,8 +263,7 @@ class Engine:
 
     def _settle(self) -> None:
         """Take in the round that was launched ahead, if there is one: rows must not move while it is under way."""
-        ready = self._scheduler.ready()
-        if ready:
+        if ready := self._scheduler.ready():
             self._guarded(ready, lambda: drain(self.parts, self.players, ready))
 
     def _fill(self) -> None:
@@ -379,11 +381,10 @@ class Engine:
 
     def _check_process(self) -> None:
         """A forked child has the weights, but not the threads and none of the requests of its parent."""
-        if os.getpid() == self._process:
-            return
-        with self._rebuilding:
-            if os.getpid() != self._process:
-                self._rebuild()
+        if os.getpid() != self._process:
+            with self._rebuilding:
+                if os.getpid() != self._process:
+                    self._rebuild()
 
     def _rebuild(self) -> None:
         if self.parts.runner.device.type == "cuda":

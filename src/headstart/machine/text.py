@@ -60,6 +60,10 @@ class TextCodec:
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def spell(self, token: int) -> str:
+        """The text of one token by itself, special ones too. Part of a character is a replacement character."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Messages through the tokenizer's own chat template, up to where the assistant's answer begins."""
         if not getattr(self._tokenizer, "chat_template", None):

@@ -1,0 +1,115 @@
+"""``headstart serve``: an OpenAI-compatible server.
+
+Knows: the options of a server, and where its key may come from. Does not know: routes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ..errors import InvalidParameter, MissingExtra
+from .options import ModelOptions, section
+from .screen import note, what_runs
+
+__all__ = ["serve"]
+
+_serving = section("Serving")
+KEY = "HEADSTART_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where it listens, and who may ask."""
+
+    host: Annotated[
+        str,
+        _serving(
+            "--host",
+            of="ADDRESS",
+            help="The address to listen on. Others than 127.0.0.1 are reached from other machines: set an API key.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, _serving("--port", "-p", of="N", help="The port; 0 takes one that is free.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        _serving(
+            "--served-model-name", of="NAME", help="What clients call the model. Without it: its file or folder name."
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        _serving(
+            "--api-key-file",
+            of="FILE",
+            help=f"A file whose first line is the API key. Or set {KEY}: an argument could be seen by everybody here.",
+        ),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _serving(
+            "--allowed-host",
+            of="NAME",
+            help="A Host header to accept besides this machine's own names; * for any. May be repeated.",
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None, _serving("--allowed-origin", of="URL", help="Web pages from here may ask. May be repeated.")
+    ] = None
+    max_rows: Annotated[int, _serving("--max-rows", of="N", help="Requests that are computed together.")] = 8
+    drain: Annotated[
+        float, _serving("--drain", of="SECONDS", help="Time that requests have to end when the server is stopped.")
+    ] = 30.0
+    statistics: Annotated[bool, _serving("--statistics", help="What speculation did, in every answer.")] = False
+
+
+def serve(*, model: ModelOptions, server: ServerOptions) -> None:
+    """Serve a model by OpenAI's API.
+
+    Without arguments: the embedded model on http://127.0.0.1:8000. Ctrl-C or SIGTERM ends it, when what runs has ended.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtra(error.name or "fastapi", "serve") from None
+    key = _key(server.api_key_file)
+    llm = model.open(rows=server.max_rows)
+    from ..async_api import AsyncLLM
+    from ..server.app import Settings, create_app
+
+    name = server.served_model_name or Path(model.model or "smollm2-135m-instruct").name
+    hosts = ["127.0.0.1", "localhost", "[::1]", server.host, *(server.allowed_host or ())]
+    settings = Settings(
+        model=name,
+        api_key=key,
+        allowed_hosts=hosts,
+        allowed_origins=server.allowed_origin or (),
+        statistics=server.statistics,
+        drain=server.drain,
+    )
+    note(what_runs(llm))
+    note(f"serving {name} on http://{server.host}:{server.port}/v1" + ("" if key else " without an API key"))
+    uvicorn.run(
+        create_app(AsyncLLM(llm), settings),
+        host=server.host,
+        port=server.port,
+        log_level="warning",
+        timeout_graceful_shutdown=int(server.drain) + 5,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get(KEY) or None
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise InvalidParameter("api_key_file", f"cannot be read: {error.strerror}") from None
+    if not lines or not lines[0].strip():
+        raise InvalidParameter("api_key_file", "is empty")
+    return lines[0].strip()

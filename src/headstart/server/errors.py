@@ -1,0 +1,102 @@
+"""Errors as OpenAI's clients expect them: a status, a type, the field that is wrong, a sentence.
+
+Knows: which fault is whose. Does not know: routes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ..errors import EngineBusy, EngineStopped, HeadstartError, InvalidParameter, PromptTooLong
+
+__all__ = ["Refused", "body", "described", "install"]
+
+RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
+_KINDS = {"str", "int", "float", "bool"}
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that is answered with an error. ``field``: what it is about, as the client spelt it."""
+
+    def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+
+
+def body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def described(error: Exception) -> Refused:
+    """Whose fault it is, and what to say."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, PromptTooLong):
+        return Refused(400, str(error), error.field, "context_length_exceeded")
+    if isinstance(error, InvalidParameter):
+        return Refused(400, str(error), error.field)
+    if isinstance(error, EngineBusy):
+        return Refused(429, str(error), code="queue_full")
+    if isinstance(error, EngineStopped):
+        return Refused(503, str(error), code="engine_stopped")
+    if isinstance(error, HeadstartError):
+        return Refused(500, str(error))
+    return Refused(500, "something went wrong inside the server; its log says what")
+
+
+def answer(error: Refused) -> JSONResponse:
+    headers = {"Retry-After": RETRY_AFTER} if error.status in (429, 503) else None
+    if error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    return JSONResponse(body(error.status, error.message, error.field, error.code), error.status, headers)
+
+
+def install(app: Any) -> None:
+    """Have every error of the app said in this way."""
+
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        return answer(described(error))
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return answer(Refused(400, f"the body is not JSON: {first['ctx']['error']}"))
+        place = [str(part) for part in first["loc"][1:]]
+        kinds = [
+            i for i, part in enumerate(place) if part in _KINDS or "[" in part
+        ]  # one of several that may stand there
+        field = ".".join(place[: kinds[0]] if kinds else place) or None
+        said = "is of a kind that cannot stand here" if kinds else _said(first)
+        return answer(Refused(400, f"{field or 'the body'}: {said}", field))
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return answer(Refused(404, f"there is no route {request.method} {request.url.path} here", code="not_found"))
+        if error.status_code == 405:
+            return answer(Refused(405, f"{request.url.path} does not take {request.method}"))
+        return answer(Refused(error.status_code, str(error.detail)))
+
+    for kind in (Refused, HeadstartError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, known)
+
+
+def _said(error: dict[str, Any]) -> str:
+    """One of pydantic's errors as a sentence. What was sent is not repeated: it may be megabytes, or secret."""
+    if error["type"] == "extra_forbidden":
+        return "is not a field that this server knows"
+    if error["type"] == "missing":
+        return "is required"
+    message = str(error["msg"])
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,221 @@
+"""What clients send: OpenAI's chat and text completions, and vLLM's extras, as records that refuse what is not meant.
+
+Knows: fields, their kinds, and what each becomes in ``SamplingParams``. Does not know: how anything is answered.
+
+``null`` is a field that was not sent. A field that real clients send and that changes nothing here is taken at its
+default (``Harmless``); every other unknown or unmet field is refused by name. None is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+from ..sampling import MAX_LOGPROBS, MAX_N, SamplingParams, Verification
+from .errors import Refused
+
+__all__ = ["ChatRequest", "CompletionRequest", "Detokenize", "Message", "Tokenize"]
+
+MAX_PROMPTS = 64
+MAX_MESSAGES = 4096
+_Number: TypeAlias = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+_Count: TypeAlias = StrictInt
+
+#: fields that clients send, and the values (besides null) at which they ask for nothing
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "user": (),  # any text
+    "metadata": (),  # any record
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True, False),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+    "reasoning_effort": ("none",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+}
+_ANYTHING = ("user", "metadata", "prompt_cache_key", "safety_identifier")
+_LATER = {"response_format", "tools", "tool_choice", "functions", "function_call"}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StreamOptions(_Record):
+    include_usage: StrictBool | None = None
+    include_obfuscation: StrictBool | None = None  # padding against eavesdroppers: none is sent
+
+
+class Part(_Record):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(_Record):
+    type: Literal["content"]
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Message(_Record):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    tool_call_id: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        if self.content is None:
+            raise Refused(400, f"messages: a message of the role {self.role} has no content", "messages")
+        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
+
+
+class _Sampled(_Record):
+    """What both kinds of completions share."""
+
+    model: str | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[_Count, Field(ge=1, le=MAX_N)] | None = None
+    stop: str | list[str] | None = None
+    seed: _Count | None = None
+    temperature: _Number | None = None
+    top_p: _Number | None = None
+    presence_penalty: _Number | None = None
+    frequency_penalty: _Number | None = None
+    logit_bias: dict[str, _Number] | None = None
+    max_tokens: _Count | None = None
+    # vLLM's
+    top_k: _Count | None = None
+    min_p: _Number | None = None
+    repetition_penalty: _Number | None = None
+    min_tokens: _Count | None = None
+    ignore_eos: StrictBool | None = None
+    stop_token_ids: list[_Count] | None = None
+    # ours
+    speculate: StrictBool | None = None
+    verification: Verification | None = None
+    statistics: StrictBool | None = None  # of speculation, in the answer
+    origins: StrictBool | None = None  # where each token came from, in the stream
+
+    @model_validator(mode="before")
+    @classmethod
+    def _harmless(cls, values: Any) -> Any:
+        """Take out what changes nothing; refuse what would change something and is not done."""
+        if not isinstance(values, dict):
+            return values
+        kept = {}
+        for name, value in values.items():
+            if name not in _HARMLESS or value is None:
+                if value is not None or name in cls.model_fields:
+                    kept[name] = value
+                elif name not in _HARMLESS:
+                    kept[name] = value  # an unknown name, though null: refused by name
+            elif name not in _ANYTHING and value not in _HARMLESS[name]:
+                why = "is not supported yet" if name in _LATER else "cannot be met by this server"
+                raise Refused(400, f"{name}: {value!r:.60} {why}", name)
+        return kept
+
+    def _params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given = {
+            name: getattr(self, name)
+            for name in (
+                *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+                *("repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "seed", "n"),
+                *("speculate", "verification"),
+            )
+        }
+        bias = None
+        if self.logit_bias is not None:
+            if not all(token.isdecimal() for token in self.logit_bias):
+                raise Refused(400, "logit_bias: its keys are token ids, as text", "logit_bias")
+            bias = {int(token): value for token, value in self.logit_bias.items()}
+        kept = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias, **kept)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> _Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise Refused(400, "stream_options: is only for streams", "stream_options")
+        return self
+
+
+class ChatRequest(_Sampled):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: _Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
+
+    def params(self) -> SamplingParams:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise Refused(400, "max_completion_tokens: is another number than max_tokens", "max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused(400, "top_logprobs: needs logprobs", "top_logprobs")
+        most = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+        return self._params(most, (self.top_logprobs or 0) if self.logprobs else None)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return [message.as_dict() for message in self.messages]
+
+
+class CompletionRequest(_Sampled):
+    prompt: str | list[_Count] | list[str | list[_Count]]
+    logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
+    echo: Literal[False] | None = None
+    best_of: Annotated[_Count, Field(ge=1)] | None = None
+    suffix: None = None
+
+    def params(self) -> SamplingParams:
+        if self.best_of not in (None, self.n or 1):
+            raise Refused(400, "best_of: is not supported with another number than n", "best_of")
+        return self._params(self.max_tokens if self.max_tokens is not None else 16, self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each one as text or token ids."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        if not 1 <= len(prompt) <= MAX_PROMPTS:
+            raise Refused(400, f"prompt: holds {len(prompt)} prompts; 1 to {MAX_PROMPTS} can be sent at once", "prompt")
+        return list(prompt)
+
+
+class Tokenize(_Record):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Tokenize:
+        if (self.prompt is None) == (self.messages is None):
+            raise Refused(400, "prompt: give either prompt or messages", "prompt")
+        return self
+
+
+class Detokenize(_Record):
+    model: str | None = None
+    tokens: list[_Count]
