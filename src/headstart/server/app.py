@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
@@ -34,7 +35,7 @@ from .guard import Guard
 from .metrics import Metrics
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
 
-__all__ = ["Settings", "create_app"]
+__all__ = ["Settings", "create_app", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,18 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
         )
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.allowed_hosts))
     return app
+
+
+def run(app: FastAPI, *, host: str, port: int, drain: float) -> None:
+    """Serve until Ctrl-C or SIGTERM, and then until what runs has ended."""
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=int(drain) + 5,
+        h11_max_incomplete_event_size=64 * 1024,  # of headers
+    )
 
 
 class _Service:
