@@ -13,7 +13,7 @@ namespace hs {
 
 struct Query {
     const float* q;
-    int token, seen_from, seen_to;
+    int token, from, to;  // sees keys from .. to - 1
     float* scores;
     float total;
     int head;
@@ -25,196 +25,291 @@ struct Query {
 HS_INLINE vf load_any(const float* p) { return load(p); }
 HS_INLINE vf load_any(const uint16_t* p) { return load_half(p); }
 
-template <int PARTS, typename T> static HS_INLINE vf dot(const float* q, const T* key) {
-    vf s = load(q) * load_any(key);
-    for (int i = 1; i < PARTS; i++) s = fma(load(q + i * LANES), load_any(key + i * LANES), s);
-    return s;
+constexpr int MOST_PARTS = 8;   // of heads whose keys several queries share: up to 128 wide
+constexpr int MANY = 20;        // queries for which it pays to turn keys round
+constexpr int BLOCKS = 4;       // of 16 keys, that are taken at once
+constexpr int KEYS = BLOCKS * LANES;
+constexpr int AHEAD_KEYS = 32;  // that memory is asked for before they are needed
+#if defined(__AVX512F__)        // numbers that find room in the registers: QUERIES x WIDE
+constexpr int QUERIES = 4, WIDE = 4;
+#else
+constexpr int QUERIES = 2, WIDE = 2;
+#endif
+
+// What a query will want next of keys or values that lie one behind the other, as long as the row's memory goes on.
+template <typename T> static HS_INLINE void ask_ahead(const T* p, int count) {
+    for (int i = 0; i < count; i += 64 / (int)sizeof(T)) __builtin_prefetch(p + i);
 }
 
-template <int PARTS, typename T> static HS_INLINE vf dots(const float* query, const T* keys) {
-    constexpr int dim = PARTS * LANES;
-    vf part[LANES];
-    for (int k = 0; k < LANES; k++) part[k] = dot<PARTS>(query, keys + k * dim);
-    return sums(part);
-}
+// -- scores: a query times 16 keys. Lane l adds up the products of inputs l, l + 16, l + 32 ..., then lanes are added in
+// halves, as ``sum`` does. The two ways below do the same additions.
 
-template <typename T> static __attribute__((noinline)) void score(const Query& query, const T* keys, int base, int dim) {
-    vf found;
-    switch (dim / LANES) {
-        case 2: found = dots<2>(query.q, keys); break;
-        case 4: found = dots<4>(query.q, keys); break;
-        case 6: found = dots<6>(query.q, keys); break;
-        case 8: found = dots<8>(query.q, keys); break;
-        case 10: found = dots<10>(query.q, keys); break;
-        case 12: found = dots<12>(query.q, keys); break;
-        case 14: found = dots<14>(query.q, keys); break;
-        default: found = dots<16>(query.q, keys);
-    }
-    store(query.scores + base, found);
-}
-
-// Of two queries, which share the loading of keys. Each query's numbers are those of ``dots``.
-template <int PARTS> static HS_INLINE void two_dots(const float* a, const float* b, const float* keys, vf* found) {
-    constexpr int dim = PARTS * LANES;
-    vf x[PARTS], y[PARTS], part[2][LANES];
-    for (int i = 0; i < PARTS; i++) x[i] = load(a + i * LANES), y[i] = load(b + i * LANES);
-    for (int k = 0; k < LANES; k++) {
-        vf key = load(keys + k * dim), s = x[0] * key, t = y[0] * key;
-        for (int i = 1; i < PARTS; i++) {
-            key = load(keys + k * dim + i * LANES);
-            s = fma(x[i], key, s);
-            t = fma(y[i], key, t);
+// A few queries share the loading of keys, which lie as they are: lanes are inputs.
+template <int PARTS, int N, typename T> static HS_INLINE void dots(const Query* q, const T* key, vf* found) {
+    ask_ahead(key + AHEAD_KEYS * PARTS * LANES, PARTS * LANES);
+    for (int i = 0; i < PARTS; i++) {
+        const vf k = load_any(key + i * LANES);
+        for (int n = 0; n < N; n++) {
+            const vf x = load(q[n].q + i * LANES);
+            found[n] = i ? fma(x, k, found[n]) : x * k;
         }
-        part[0][k] = s;
-        part[1][k] = t;
     }
-    found[0] = sums(part[0]);
-    found[1] = sums(part[1]);
 }
 
-static __attribute__((noinline)) void two_scores(const Query& a, const Query& b, const float* keys, int base, int dim) {
-    vf found[2];
-    switch (dim / LANES) {
-        case 2: two_dots<2>(a.q, b.q, keys, found); break;
-        case 4: two_dots<4>(a.q, b.q, keys, found); break;
-        case 6: two_dots<6>(a.q, b.q, keys, found); break;
-        default: two_dots<8>(a.q, b.q, keys, found);
+template <int PARTS, int N, typename T>
+static __attribute__((noinline)) void few_scores(const Query* q, const T* keys, int base) {
+    constexpr int dim = PARTS * LANES;
+    vf four[4][N];
+#pragma GCC unroll 1
+    for (int j = 0; j < 4; j++) {
+        vf part[4][N];
+        for (int k = 0; k < 4; k++) dots<PARTS, N>(q, keys + (4 * j + k) * dim, part[k]);
+        for (int n = 0; n < N; n++) four[j][n] = fold2(fold1(part[0][n], part[1][n]), fold1(part[2][n], part[3][n]));
     }
-    store(a.scores + base, found[0]);
-    store(b.scores + base, found[1]);
+    for (int n = 0; n < N; n++)
+        store(q[n].scores + base, fold4(fold3(four[0][n], four[1][n]), fold3(four[2][n], four[3][n])));
 }
 
-// Queries one behind the other that see a block.
-template <typename T> static void scores(const Query* q, int count, const T* keys, int base, int dim) {
-    for (int i = 0; i < count; i++) score(q[i], keys, base, dim);
+// Many queries share M blocks that are turned round: [inputs, 16 keys], lanes are keys, and no addition crosses lanes.
+// Inputs come in the order in which their lanes are added up; a sum waits until its other half is there.
+template <int PARTS, int M>
+static __attribute__((noinline)) void many_scores(const float* const* q, const float* turned, float* const* to) {
+    constexpr int ORDER[LANES] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+    vf waiting[5][QUERIES][M];
+#pragma GCC unroll 1
+    for (int j = 0; j < LANES; j++) {
+        vf s[QUERIES][M];
+        const int l = ORDER[j];
+        for (int i = 0; i < PARTS; i++) {
+            vf k[M];
+            for (int b = 0; b < M; b++) k[b] = load(turned + (size_t)((b * PARTS + i) * LANES + l) * LANES);
+            for (int n = 0; n < QUERIES; n++) {
+                const vf x = splat(q[n][i * LANES + l]);
+                for (int b = 0; b < M; b++) s[n][b] = i ? fma(x, k[b], s[n][b]) : x * k[b];
+            }
+        }
+        int level = 0;
+#pragma GCC unroll 1
+        for (; j >> level & 1; level++)
+            for (int n = 0; n < QUERIES; n++)
+                for (int b = 0; b < M; b++) s[n][b] += waiting[level][n][b];
+        for (int n = 0; n < QUERIES; n++)
+            for (int b = 0; b < M; b++) waiting[level][n][b] = s[n][b];
+    }
+    for (int n = 0; n < QUERIES; n++)
+        for (int b = 0; b < M; b++) store(to[n] + b * LANES, waiting[4][n][b]);
 }
-static void scores(const Query* q, int count, const float* keys, int base, int dim) {
-    int i = 0;
-    if (dim <= 8 * LANES)
-        for (; i + 2 <= count; i += 2) two_scores(q[i], q[i + 1], keys, base, dim);
-    for (; i < count; i++) score(q[i], keys, base, dim);
+
+// 16 x 16 numbers: rows become columns.
+static HS_INLINE void turn(vf* r) {
+    for (int i = 0; i < 8; i++) {
+        const vf a = r[i], b = r[i + 8];
+        r[i] = HS_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        r[i + 8] = HS_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 16; i = (i + 5) & ~4) {
+        const vf a = r[i], b = r[i + 4];
+        r[i] = HS_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        r[i + 4] = HS_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 16; i = (i + 3) & ~2) {
+        const vf a = r[i], b = r[i + 2];
+        r[i] = HS_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        r[i + 2] = HS_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    for (int i = 0; i < 16; i += 2) {
+        const vf a = r[i], b = r[i + 1];
+        r[i] = HS_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        r[i + 1] = HS_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+}
+
+template <typename T> static __attribute__((noinline)) void turn_block(const T* keys, int dim, float* to) {
+    for (int d = 0; d < dim; d += LANES) {
+        vf r[LANES];
+        for (int k = 0; k < LANES; k++) r[k] = load_any(keys + k * dim + d);
+        turn(r);
+        for (int l = 0; l < LANES; l++) store(to + (d + l) * LANES, r[l]);
+    }
+}
+
+template <int PARTS> static void turned_scores(const Query* q, int count, const float* turned, int base, int blocks) {
+    for (; count > 0; count -= QUERIES, q += QUERIES) {
+        const float* from[QUERIES];
+        float* to[QUERIES];
+        int seen = 0;
+        for (int n = 0; n < QUERIES; n++) {
+            const Query& one = q[n < count ? n : count - 1];  // the last one more than once
+            from[n] = one.q, to[n] = one.scores + base;
+            seen = one.to > seen ? one.to : seen;
+        }
+        const int wanted = (seen - base + LANES - 1) / LANES < blocks ? (seen - base + LANES - 1) / LANES : blocks;
+        for (int b = 0; b < wanted; b += WIDE) {
+            const float* at = turned + (size_t)b * PARTS * LANES * LANES;
+            switch (wanted - b < WIDE ? wanted - b : WIDE) {
+                case 1: many_scores<PARTS, 1>(from, at, to); break;
+                case 2: many_scores<PARTS, 2>(from, at, to); break;
+                case 3: many_scores<PARTS, 3>(from, at, to); break;
+                default: many_scores<PARTS, WIDE>(from, at, to);
+            }
+            for (int n = 0; n < QUERIES; n++) to[n] += WIDE * LANES;
+        }
+    }
 }
 
 template <int PARTS, typename T>
-static HS_INLINE void mix_parts(const float* p, const T* values, int from, int to, int dim, float* sum) {
-    vf s[PARTS];
-    for (int i = 0; i < PARTS; i++) s[i] = load(sum + i * LANES);
-    for (int k = from; k < to; k++)
-        for (int i = 0; i < PARTS; i++) s[i] = fma(splat(p[k]), load_any(values + k * dim + i * LANES), s[i]);
-    for (int i = 0; i < PARTS; i++) store(sum + i * LANES, s[i]);
-}
-
-template <typename T> static __attribute__((noinline)) void mix(const Query& query, const T* values, int base, int dim) {
-    float* sum = query.mixed;
-    const int from = query.seen_from > base ? query.seen_from - base : 0;
-    const int to = query.seen_to - base < LANES ? query.seen_to - base : LANES;
-    const float* p = query.scores + base;
-    int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_parts<4>(p, values + d, from, to, dim, sum + d);
-    for (; d < dim; d += 2 * LANES) mix_parts<2>(p, values + d, from, to, dim, sum + d);
-}
-
-// Of four queries that see the whole block and share the loading of values.
-template <int PARTS> static HS_INLINE void mix_four_parts(const Query* q, const float* values, int base, int dim, int d) {
-    vf s[4][PARTS];
-    for (int n = 0; n < 4; n++)
-        for (int i = 0; i < PARTS; i++) s[n][i] = load(q[n].mixed + d + i * LANES);
-    for (int k = 0; k < LANES; k++) {
-        vf value[PARTS];
-        for (int i = 0; i < PARTS; i++) value[i] = load(values + k * dim + d + i * LANES);
-        for (int n = 0; n < 4; n++) {
-            const vf p = splat(q[n].scores[base + k]);
-            for (int i = 0; i < PARTS; i++) s[n][i] = fma(p, value[i], s[n][i]);
+static void scores_of(const Query* q, int count, const T* keys, int base, int blocks, float* room) {
+    constexpr int dim = PARTS * LANES;
+    if constexpr (PARTS <= MOST_PARTS)
+        if (count >= MANY) {
+            for (int b = 0; b < blocks; b++) turn_block(keys + b * LANES * dim, dim, room + b * LANES * dim);
+            return turned_scores<PARTS>(q, count, room, base, blocks);
         }
-    }
-    for (int n = 0; n < 4; n++)
-        for (int i = 0; i < PARTS; i++) store(q[n].mixed + d + i * LANES, s[n][i]);
-}
-
-static __attribute__((noinline)) void mix_four(const Query* q, const float* values, int base, int dim) {
-    int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_four_parts<4>(q, values, base, dim, d);
-    for (; d < dim; d += 2 * LANES) mix_four_parts<2>(q, values, base, dim, d);
-}
-
-template <typename T> static void mixes(const Query* q, int count, const T* values, int base, int dim) {
-    for (int i = 0; i < count; i++) mix(q[i], values, base, dim);
-}
-static void mixes(const Query* q, int count, const float* values, int base, int dim) {
-    for (int i = 0; i < count;) {
-        int whole = 0;
-        while (whole < 4 && i + whole < count && q[i + whole].seen_from <= base && q[i + whole].seen_to >= base + LANES) whole++;
-        if (whole == 4)
-            mix_four(q + i, values, base, dim), i += 4;
-        else
-            mix(q[i], values, base, dim), i++;
+    for (int b = 0; b < blocks; b++, base += LANES, keys += LANES * dim) {
+        int i = 0;
+        if constexpr (PARTS <= MOST_PARTS) {
+            for (; count - i > 4 || count - i == 3; i += 3) few_scores<PARTS, 3>(q + i, keys, base);
+            for (; count - i >= 2; i += 2) few_scores<PARTS, 2>(q + i, keys, base);
+        }
+        for (; i < count; i++) few_scores<PARTS, 1>(q + i, keys, base);
     }
 }
+
+// Of queries that see some of the blocks. ``room``: for as many numbers.
+template <typename T>
+static void scores(const Query* q, int count, const T* keys, int base, int blocks, int dim, float* room) {
+    switch (dim / LANES) {
+        case 2: return scores_of<2>(q, count, keys, base, blocks, room);
+        case 4: return scores_of<4>(q, count, keys, base, blocks, room);
+        case 6: return scores_of<6>(q, count, keys, base, blocks, room);
+        case 8: return scores_of<8>(q, count, keys, base, blocks, room);
+        case 10: return scores_of<10>(q, count, keys, base, blocks, room);
+        case 12: return scores_of<12>(q, count, keys, base, blocks, room);
+        case 14: return scores_of<14>(q, count, keys, base, blocks, room);
+        default: return scores_of<16>(q, count, keys, base, blocks, room);
+    }
+}
+
+// -- from scores to shares
 
 static __attribute__((noinline)) void soften(Query& query) {
-    const int first = query.seen_from / LANES * LANES;
-    const vf low = splat(-INFINITY);
-    vf most = low;
-    for (int b = first; b < query.seen_to; b += LANES) {
+    const int first = query.from / LANES * LANES;
+    const auto edge = [&](int b) { return b < query.from || b + LANES > query.to; };  // not all of the block is seen
+    const auto seen = [&](int b) -> vi {
         const vi at = lane_numbers() + splat_int(b);
-        const vi seen = (at >= splat_int(query.seen_from)) & (at < splat_int(query.seen_to));
-        const vf s = load(query.scores + b);
-        most = larger(seen ? s : low, most);
+        return (at >= splat_int(query.from)) & (at < splat_int(query.to));
+    };
+    const vf low = splat(-INFINITY), none = splat(0.0f);
+    vf most = low, total = none;
+    for (int b = first; b < query.to; b += LANES) {
+        vf s = load(query.scores + b);
+        if (edge(b)) s = seen(b) ? s : low;
+        most = larger(s, most);
     }
     const vf top = splat(greatest(most));
-    vf total = splat(0.0f);
-    for (int b = first; b < query.seen_to; b += LANES) {
-        const vi at = lane_numbers() + splat_int(b);
-        const vi seen = (at >= splat_int(query.seen_from)) & (at < splat_int(query.seen_to));
-        const vf s = load(query.scores + b) - top;
-        const vf p = seen ? exponential(s) : splat(0.0f);
+    for (int b = first; b < query.to; b += LANES) {
+        vf p = exponential(load(query.scores + b) - top);
+        if (edge(b)) p = seen(b) ? p : none;
         store(query.scores + b, p);
         total += p;
     }
     query.total = sum(total);
 }
 
-// Walks a token's keys in blocks of 16 and hands each block, as floats, to everyone who sees it.
+// -- the values' mixture: one key after the other
+
+// Of N queries that see keys from .. to - 1 behind ``base`` and share the loading of values.
+template <int N, int PARTS, typename T>
+static HS_INLINE void mix_parts(const Query* q, const T* values, int base, int from, int to, int dim, int d) {
+    vf s[N][PARTS];
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < PARTS; i++) s[n][i] = load(q[n].mixed + d + i * LANES);
+    for (int k = from; k < to; k++) {
+        vf value[PARTS];
+        ask_ahead(values + (k + AHEAD_KEYS) * dim + d, PARTS * LANES);
+        for (int i = 0; i < PARTS; i++) value[i] = load_any(values + k * dim + d + i * LANES);
+        for (int n = 0; n < N; n++) {
+            const vf p = splat(q[n].scores[base + k]);
+            for (int i = 0; i < PARTS; i++) s[n][i] = fma(p, value[i], s[n][i]);
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < PARTS; i++) store(q[n].mixed + d + i * LANES, s[n][i]);
+}
+
+template <int N, typename T>
+static __attribute__((noinline)) void mix(const Query* q, const T* values, int base, int from, int to, int dim) {
+    int d = 0;
+    for (; d + WIDE * LANES <= dim; d += WIDE * LANES) mix_parts<N, WIDE>(q, values, base, from, to, dim, d);
+    for (; d < dim; d += 2 * LANES) mix_parts<N, 2>(q, values, base, from, to, dim, d);
+}
+
+// Of queries that see some of the blocks, four at a time as far as all four see the same keys.
+template <typename T> static void mixes(const Query* q, int count, const T* values, int base, int blocks, int dim) {
+    for (; count > 0; count -= 4, q += 4) {
+        const int some = count < 4 ? count : 4;
+        int from[4], to[4], first = 0, last = blocks * LANES;
+        for (int n = 0; n < some; n++) {
+            from[n] = q[n].from > base ? q[n].from - base : 0;
+            to[n] = q[n].to - base < blocks * LANES ? q[n].to - base : blocks * LANES;
+            first = from[n] > first ? from[n] : first;
+            last = to[n] < last ? to[n] : last;
+        }
+        last = last < first ? first : last;
+        for (int n = 0; n < some; n++)
+            if (from[n] < first) mix<1>(q + n, values, base, from[n], first < to[n] ? first : to[n], dim);
+        if (first < last) switch (some) {
+                case 1: mix<1>(q, values, base, first, last, dim); break;
+                case 2: mix<2>(q, values, base, first, last, dim); break;
+                case 3: mix<3>(q, values, base, first, last, dim); break;
+                default: mix<4>(q, values, base, first, last, dim);
+            }
+        for (int n = 0; n < some; n++)
+            if (last < to[n]) mix<1>(q + n, values, base, last, to[n], dim);
+    }
+}
+
+// Walks a token's keys, some blocks of 16 at a time, and hands them to everyone who sees some of them. ``room``: for as
+// many keys as they lie in the slab.
 template <typename T, typename Visit>
-static void walk(const Sight& s, const T* from, int dim, std::vector<Query>& queries, float* block, Visit visit) {
+static void walk(const Sight& s, const T* from, int dim, int capacity, std::vector<Query>& queries, T* room, Visit visit) {
     const int end = s.length + (s.ancestors ? 0 : s.last);
     const int shared = s.ancestors ? end / LANES * LANES : end;  // blocks that all tokens of a tree have in common
     int first = shared;
-    for (const Query& q : queries) first = q.seen_from < first ? q.seen_from : first;
-    for (int base = first / LANES * LANES; base < shared; base += LANES) {
-        const int rows = shared - base < LANES ? shared - base : LANES;
+    for (const Query& q : queries) first = q.from < first ? q.from : first;
+    for (int base = first / LANES * LANES; base < shared; base += KEYS) {
+        const int blocks = shared - base < KEYS ? (shared - base + LANES - 1) / LANES : BLOCKS, next_base = base + blocks * LANES;
         const T* p = from + (size_t)base * dim;
-        if (queries.size() == 1 && rows == LANES) {
-            visit(queries.data(), 1, base, p);
-            continue;
+        if (next_base > capacity) {  // nothing is read past the row's end
+            memcpy(room, p, sizeof(T) * (capacity - base) * dim);
+            memset(room + (capacity - base) * dim, 0, sizeof(T) * (next_base - capacity) * dim);
+            p = room;
         }
-        for (int i = 0; i < rows * dim; i += LANES) store(block + i, load_any(p + i));
-        const auto sees = [&](const Query& q) { return base < q.seen_to && base + LANES > q.seen_from; };
+        const auto sees = [&](const Query& q) { return base < q.to && next_base > q.from; };
         for (size_t i = 0, next; i < queries.size(); i = next + 1) {
             for (next = i; next < queries.size() && sees(queries[next]);) next++;
-            if (next > i) visit(queries.data() + i, (int)(next - i), base, block);
+            if (next > i) visit(queries.data() + i, (int)(next - i), base, blocks, p);
         }
     }
     if (!s.ancestors) return;
+    memset(room, 0, sizeof(T) * LANES * dim);
     for (size_t at = 0; at < queries.size();) {
         const int token = queries[at].token;
         size_t next = at;
         while (next < queries.size() && queries[next].token == token) next++;
         const uint8_t* mine = s.ancestors + (size_t)token * s.width;
         int node = -1;
-        for (int base = shared; base < queries[at].seen_to; base += LANES) {
-            for (int k = 0; k < LANES && base + k < queries[at].seen_to; k++) {
+        for (int base = shared; base < queries[at].to; base += LANES) {
+            for (int k = 0; k < LANES && base + k < queries[at].to; k++) {
                 int slot = base + k;
                 if (slot >= s.length) {
                     do node++;
                     while (!mine[node]);
                     slot = s.length + node;
                 }
-                for (int i = 0; i < dim; i += LANES)
-                    store(block + k * dim + i, load_any(from + (size_t)slot * dim + i));
+                memcpy(room + k * dim, from + (size_t)slot * dim, sizeof(T) * dim);
             }
-            for (size_t i = at; i < next; i++)
-                if (base + LANES > queries[i].seen_from) visit(queries.data() + i, 1, base, block);
+            if (base + LANES > queries[at].from) visit(queries.data() + at, (int)(next - at), base, 1, room);
         }
         at = next;
     }
@@ -223,12 +318,13 @@ static void walk(const Sight& s, const T* from, int dim, std::vector<Query>& que
 template <typename T>
 static void attend_to(const T* keys, const T* values, const Model& m, const Sight& s, int head, int heads,
                       const float* queries, const Inputs& to, Own& own) {
-    const int dim = m.head_dim, most = m.capacity + LANES, stride = m.heads * dim;
-    const int count = (s.last - s.first) * heads;
+    const int dim = m.head_dim, stride = m.heads * dim, count = (s.last - s.first) * heads;
+    const int most = (s.length + s.last + LANES - 1) / LANES * LANES;
     float* room = own.scores.need((size_t)count * (most + dim));
     float* mixed = room + (size_t)count * most;
-    float* block = own.keys.need((size_t)LANES * dim);
-    memset(block, 0, sizeof(float) * LANES * dim);
+    float* floats = own.keys.need((size_t)2 * KEYS * dim);
+    T* copy = (T*)(floats + KEYS * dim);
+    ask_ahead(values, AHEAD_KEYS * dim);
     std::vector<Query> all;
     all.reserve(count);
     for (int n = s.first; n < s.last; n++) {
@@ -242,11 +338,16 @@ static void attend_to(const T* keys, const T* values, const Model& m, const Sigh
             all.push_back({queries + (size_t)n * stride + h * dim, n, from, seen, room + all.size() * most, 0.0f, h,
                            mixed + all.size() * dim});
     }
-    walk(s, keys, dim, all, block, [&](Query* q, int some, int base, auto* at) { scores(q, some, at, base, dim); });
+    walk(s, keys, dim, m.capacity, all, copy, [&](Query* q, int some, int base, int blocks, const T* at) {
+        scores(q, some, at, base, blocks, dim, floats);
+    });
     for (Query& q : all) soften(q);
     memset(mixed, 0, sizeof(float) * count * dim);
-    memset(block, 0, sizeof(float) * LANES * dim);
-    walk(s, values, dim, all, block, [&](Query* q, int some, int base, auto* at) { mixes(q, some, at, base, dim); });
+    walk(s, values, dim, m.capacity, all, copy, [&](Query* q, int some, int base, int blocks, const T* at) {
+        if (sizeof(T) == sizeof(float) || some <= 4) return mixes(q, some, at, base, blocks, dim);
+        for (int i = 0; i < blocks * LANES * dim; i += LANES) store(floats + i, load_any(at + i));
+        mixes(q, some, floats, base, blocks, dim);
+    });
     for (int i = 0; i < count; i++) {
         const vf share = splat(1.0f / all[i].total);
         for (int g = 0; g < dim / GROUP; g++) {

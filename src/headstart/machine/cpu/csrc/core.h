@@ -87,6 +87,14 @@ HS_INLINE vf larger(vf a, vf b) {
 #endif
 }
 
+HS_INLINE vf smaller(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
 HS_INLINE vf magnitude(vf a) { return (vf)((vi)a & splat_int(0x7fffffff)); }
 
 // Over the lanes, in halves: always the same order, which a compiler's own reduction does not promise.
@@ -288,8 +296,8 @@ HS_INLINE vf round_even(vf x) {  // |x| < 2^22
 }
 
 HS_INLINE vf exponential(vf x) {
-    x = x < splat(-87.0f) ? splat(-87.0f) : x;
-    x = x > splat(88.0f) ? splat(88.0f) : x;
+    x = larger(splat(-87.0f), x);  // in this order: NaN stays
+    x = smaller(splat(88.0f), x);
     const vf n = round_even(x * splat(1.44269504088896341f));
     vf r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);

@@ -60,7 +60,9 @@ struct Forward {
 
     void attention(const Layer& layer, int thread, Share& share) const {
         const int group = m.heads / m.kv_heads, spans = (int)room.spans.size();
-        const int few = spans * m.kv_heads < 4 * pool.size();  // then heads go one by one
+        // Heads that share keys go together, or one by one where threads would go without work. A single token's share
+        // more when they go together.
+        const bool few = spans * m.kv_heads < (spans == tokens ? 1 : 4) * pool.size();
         const int each = few ? 1 : group, sets = m.heads / each;
         for (int item; (item = share.take()) < spans * sets;) {
             const Span& span = room.spans[item / sets];

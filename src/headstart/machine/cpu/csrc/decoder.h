@@ -54,7 +54,7 @@ struct Piece {  // what a call has of one row: consecutive tokens of the call
 struct Place {  // of a token
     int row, slot, position;  // past the rotation table's end its last is meant
 };
-constexpr int MOST_SPAN = 8;
+constexpr int MOST_SPAN = 16;
 struct Span {  // tokens first .. last - 1 of a piece: they go through attention together
     int piece, first, last;
 };
