@@ -133,6 +133,16 @@ HS_INLINE float greatest(vf v) {
 }
 #endif
 
+// 0, or NaN if one of the numbers is infinite or NaN.
+HS_INLINE float not_finite(vf v) {
+#if defined(__AVX512F__)
+    const vi most = splat_int(0x7f800000);
+    return _mm512_cmpge_epi32_mask((__m512i)magnitude(v), (__m512i)most) ? __builtin_nanf("") : 0.0f;
+#else
+    return sum(v * splat(0.0f));
+#endif
+}
+
 // Sixteen vectors -> the vector of their sums: lane k is the sum of part[k]'s lanes.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)

@@ -180,6 +180,7 @@ struct Handle {
     Model model;
     std::vector<Layer> layers;
     Room room;
+    bool exact = false;  // some layer has weights that are not rounded
 };
 
 }  // namespace hs
@@ -190,8 +191,11 @@ HS_API void* hs_pool_new(int threads) { return new Pool(threads); }
 HS_API int hs_pool_size(void* pool) { return ((Pool*)pool)->size(); }  // fewer than asked for if the system had no more
 
 HS_API void* hs_model_new(const Model* model) {
-    Handle* h = new Handle{*model, std::vector<Layer>(model->layer, model->layer + model->layers), {}};
+    Handle* h = new Handle{*model, std::vector<Layer>(model->layer, model->layer + model->layers), {}, false};
     h->model.layer = h->layers.data();
+    for (const Layer& l : h->layers)
+        for (const Matrix* matrix : {&l.qkv, &l.k, &l.v, &l.out, &l.gate_up, &l.up, &l.down})
+            h->exact |= matrix->data && is_exact(matrix->kind);
     return h;
 }
 HS_API void hs_model_free(void* handle) { delete (Handle*)handle; }
@@ -216,11 +220,13 @@ static int lay_out(const Call& c, Room& room) {
 }
 
 // All that a call needs, with its memory: threads that run must not ask for much, since they cannot fail.
-static Forward prepared(const Model& m, const Call& c, Room& room, Pool& pool, int tokens) {
+static Forward prepared(Handle& h, const Call& c, Pool& pool, int tokens) {
+    const Model& m = h.model;
+    Room& room = h.room;
     const size_t phases = 8 * (size_t)m.layers + 4, most = (size_t)MOST_SPAN * (m.heads / m.kv_heads);
     if ((int)room.own.size() < pool.size()) room.own.resize(pool.size());
     for (Own& own : room.own) {
-        own.normed.need(tokens < FEW ? tokens : FEW, m.hidden);
+        own.normed.need(tokens < FEW ? tokens : FEW, m.hidden, h.exact);
         own.scores.need(most * (m.capacity + LANES + m.head_dim));
     }
     if (room.shares.size() < phases) room.shares = std::vector<Share>(phases);
@@ -234,10 +240,10 @@ static Forward prepared(const Model& m, const Call& c, Room& room, Pool& pool, i
             tokens,
             room.x.need((size_t)tokens * m.hidden),
             room.queries.need((size_t)tokens * m.heads * m.head_dim),
-            room.normed.need(tokens, m.hidden),
-            room.attended.need(tokens, m.heads * m.head_dim),
-            room.gated.need(tokens, m.ffn),
-            room.last.need(kept ? kept : 1, m.hidden)};
+            room.normed.need(tokens, m.hidden, h.exact),
+            room.attended.need(tokens, m.heads * m.head_dim, h.exact),
+            room.gated.need(tokens, m.ffn, h.exact),
+            room.last.need(kept ? kept : 1, m.hidden, is_exact(m.head.kind))};
 }
 
 // 0; 1 if a token id is not in the vocabulary, 2 if there is no memory for so many tokens (then nothing was done).
@@ -249,7 +255,7 @@ HS_API int hs_forward(void* handle, void* pool_, const Call* call) {
         const int tokens = lay_out(*call, h.room);
         for (int t = 0; t < tokens; t++)
             if (call->tokens[t] < 0 || call->tokens[t] >= h.model.vocab) return 1;
-        forward.emplace(prepared(h.model, *call, h.room, pool, tokens));
+        forward.emplace(prepared(h, *call, pool, tokens));
     } catch (const std::bad_alloc&) {
         return 2;
     }
@@ -273,7 +279,7 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
     static thread_local Rounded rounded;
     static thread_local Runs runs;
     runs.need(((Pool*)pool)->size(), 1);
-    ProductCall call{m, rounded.need(tokens, m->inputs), x, y, tokens, {}, &runs, (Pool*)pool};
+    ProductCall call{m, rounded.need(tokens, m->inputs, is_exact(m->kind)), x, y, tokens, {}, &runs, (Pool*)pool};
     call.pool->run(
         [](void* argument, int thread) {
             ProductCall& p = *(ProductCall*)argument;

@@ -77,12 +77,12 @@ template <typename T> class Buffer {
 
 class Rounded {
   public:
-    Inputs need(int tokens, int width) {
+    Inputs need(int tokens, int width, bool exact) {
         // Not a power of two apart: a prompt's groups would all want the same few lines of the caches.
         const int rows = tokens > MOST_TOKENS ? tokens | 1 : tokens;
         const size_t n = (size_t)rows * width, b = n / GROUP;
-        return {numbers_.need(n),    scales_.need(b), totals_.need(b), offsets_.need(b),
-                halves_.need(2 * b), exact_.need(n),  width,           rows};
+        return {numbers_.need(n),    scales_.need(b),                   totals_.need(b), offsets_.need(b),
+                halves_.need(2 * b), exact ? exact_.need(n) : nullptr, width,           rows};
     }
 
   private:
@@ -131,16 +131,18 @@ void attend(const Model& m, const Sight& s, int head, int heads, const float* qu
 
 // -- what threads share out, and do alike for a decoder and for a draft head
 
-// n rows of inputs: up to FEW are prepared by every thread for itself, which saves a barrier; more by all together.
-constexpr int FEW = 16;
+// n rows of inputs: up to FEW are prepared by every thread for itself, which saves a barrier; more by all together, some
+// neighbours at a time, whose numbers lie in the same cache lines.
+constexpr int FEW = 16, NEIGHBOURS = 8;
 template <typename Make>
 Inputs prepare(Pool& pool, int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) {
     if (n <= FEW) {
-        const Inputs to = own.need(n, width);
+        const Inputs to = own.need(n, width, common.exact != nullptr);
         for (int t = 0; t < n; t++) make(to, t);
         return to;
     }
-    for (int t; (t = turn.take()) < n;) make(common, t);
+    for (int first; (first = turn.take() * NEIGHBOURS) < n;)
+        for (int t = first; t < n && t < first + NEIGHBOURS; t++) make(common, t);
     pool.meet();
     return common;
 }

@@ -264,6 +264,9 @@ HS_API int hs_head(void* handle, void* pool_, const HeadCall* call) {
     if ((int)t.room.own.size() < pool.size()) t.room.own.resize(pool.size());
     if (t.room.shares.empty()) t.room.shares = std::vector<Share>(32);
     for (Share& share : t.room.shares) share.reset();
+    bool exact = false;
+    for (const Matrix* matrix : {&h.fuse, &h.embed, &h.qkv, &h.out, &h.gate_up, &h.down, &h.head})
+        exact |= is_exact(matrix->kind);
     Model shape{};
     shape.heads = h.heads, shape.kv_heads = h.kv_heads, shape.head_dim = h.head_dim, shape.capacity = h.capacity;
     Steps steps{h,
@@ -284,12 +287,12 @@ HS_API int hs_head(void* handle, void* pool_, const HeadCall* call) {
                 now,
                 fed,
                 &t.stop,
-                t.features.need(n, h.parts * h.target_hidden),
-                t.words.need(n, h.target_hidden),
-                t.normed.need(n, h.width),
-                t.attended.need(n, h.heads * h.head_dim),
-                t.gated.need(n, h.ffn),
-                t.ready.need(rows, h.width)};
+                t.features.need(n, h.parts * h.target_hidden, exact),
+                t.words.need(n, h.target_hidden, exact),
+                t.normed.need(n, h.width, exact),
+                t.attended.need(n, h.heads * h.head_dim, exact),
+                t.gated.need(n, h.ffn, exact),
+                t.ready.need(rows, h.width, exact)};
     for (int r = 0; call->reading && r < rows; r++)
         if (!call->counts[r]) {
             memset(steps.x + (size_t)last[r] * h.width, 0, sizeof(float) * h.width);

@@ -10,14 +10,15 @@
 namespace hs {
 
 // Rounded inputs of some tokens. A group's 32 numbers of all tokens lie side by side, then the next group's, so that a
-// product with several tokens reads from end to end. Matrices that are not rounded read ``exact`` instead.
+// product with several tokens reads from end to end. Matrices that are not rounded read ``exact`` instead; where there are
+// none it is not kept, because a prompt's would not fit the caches.
 struct Inputs {
     int8_t* numbers;   // [width / 32, rows, 32]
     float* scales;     // [width / 32, rows]
     float* totals;     // the same: scale * sum of the group's numbers, for minima
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
     int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32
-    float* exact;      // [rows, width]
+    float* exact;      // [rows, width], or null
     int width, rows;
 
     Inputs from(int token) const { return moved(token, (size_t)token * width, width); }
@@ -28,32 +29,54 @@ struct Inputs {
   private:
     Inputs moved(size_t groups, size_t n, int wide) const {
         return {numbers + groups * GROUP, scales + groups, totals + groups, offsets + groups,
-                halves + 2 * groups,      exact + n,       wide,            rows};
+                halves + 2 * groups,      exact ? exact + n : nullptr, wide, rows};
     }
 };
 
+// Numbers -127 .. 127 to bytes, and the sum of the first 16 and of the others.
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+HS_INLINE void to_bytes(vf a, vf b, int8_t* to, int32_t* sums) {
+    const __m128i p = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)a));
+    const __m128i q = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)b));
+    const __m128i none = _mm_setzero_si128(), ones = _mm_set1_epi8(1);
+    _mm_storeu_si128((__m128i*)to, p);
+    _mm_storeu_si128((__m128i*)to + 1, q);
+    __m128i s = _mm_hadd_epi32(_mm_dpbusd_epi32(none, ones, p), _mm_dpbusd_epi32(none, ones, q));
+    s = _mm_hadd_epi32(s, s);
+    sums[0] = _mm_cvtsi128_si32(s);
+    sums[1] = _mm_extract_epi32(s, 1);
+}
+#else
+HS_INLINE void to_bytes(vf a, vf b, int8_t* to, int32_t* sums) {
+    typedef int8_t v16b __attribute__((vector_size(16)));
+    const vi x = __builtin_convertvector(round_even(a), vi), y = __builtin_convertvector(round_even(b), vi);
+    const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
+    memcpy(to, &p, 16);
+    memcpy(to + 16, &q, 16);
+    sums[0] = sum(x);
+    sums[1] = sum(y);
+}
+#endif
+
 // Round 32 inputs of a token. Infinities and NaN make the scale NaN, so that they are seen in the end.
 HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
-    float* exact = to.exact + (size_t)token * to.width + group * GROUP;
-    store(exact, a);
-    store(exact + LANES, b);
+    if (to.exact) {
+        float* exact = to.exact + (size_t)token * to.width + group * GROUP;
+        store(exact, a);
+        store(exact + LANES, b);
+    }
     const float most = greatest(larger(magnitude(a), magnitude(b)));
-    const float check = sum((a + b) * splat(0.0f));
-    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-    const vi x = __builtin_convertvector(round_even(a * splat(inverse)), vi);
-    const vi y = __builtin_convertvector(round_even(b * splat(inverse)), vi);
-    typedef int8_t v16b __attribute__((vector_size(16)));
-    const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
+    const float inverse = most > 1e-36f ? 127.0f / most : 0.0f;  // never infinite
     const size_t at = (size_t)group * to.rows + token;
-    memcpy(to.numbers + at * GROUP, &p, 16);
-    memcpy(to.numbers + at * GROUP + 16, &q, 16);
-    const int32_t first = sum(x), second = sum(y), total = first + second;
-    const float scale = most / 127.0f + check;
+    int32_t sums[2];
+    to_bytes(a * splat(inverse), b * splat(inverse), to.numbers + at * GROUP, sums);
+    const int32_t total = sums[0] + sums[1];
+    const float scale = most / 127.0f + not_finite(a + b);
     to.scales[at] = scale;
     to.totals[at] = scale * (float)total;
     to.offsets[at] = -128 * total;
-    to.halves[2 * at] = -32 * first;
-    to.halves[2 * at + 1] = -32 * second;
+    to.halves[2 * at] = -32 * sums[0];
+    to.halves[2 * at + 1] = -32 * sums[1];
 }
 
 // A block's scales for its 16 outputs, those that all its groups share.
