@@ -88,6 +88,7 @@ def test_logits_of_rows_read_together(family: str, kind: str, on: Any) -> None:
     def work() -> Tensor:
         r = runner(family, kind)
         parts = [r.read([(2, TEXT[:17]), (0, TEXT[5:14])]), r.read([(1, TEXT[:1]), (0, TEXT[14:]), (2, TEXT[17:20])])]
+        parts.append(r.read([(1, TEXT + TEXT[::-1])]))  # long enough for its queries to share keys
         return torch.cat(parts)
 
     assert same(*on(work))

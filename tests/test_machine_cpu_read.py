@@ -6,13 +6,14 @@ import random
 
 import pytest
 import torch
-from test_machine_cpu import FAMILIES, TEXT, runner
+from test_machine_cpu import FAMILIES, SIZES, TEXT, runner
 from torch import Tensor
 
 from headstart.machine.cpu import build
+from headstart.machine.cpu.packed import pack_model
 from headstart.machine.cpu.runner import CpuRunner
 from headstart.maths.tree import Topology
-from headstart.testing import TINY_VOCABULARY
+from headstart.testing import TINY_VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -50,6 +51,31 @@ def test_pieces_read_together_have_the_bits_of_each_alone(family: str, kind: str
             fresh = alone.forward(slice(row, row + 1), torch.tensor([tokens]), [0], keep=1)[0]
             last = together.forward(slice(row, row + 1), torch.tensor([tokens[-1:]]), [len(tokens) - 1])[0]
             assert torch.equal(last, fresh)
+
+
+@pytest.mark.parametrize(("wide", "window"), [(32, 0), (64, 0), (64, 50), (96, 20), (128, 0), (160, 0)])
+@pytest.mark.parametrize("kind", ["int4", "float32"])
+def test_a_long_prompt_has_the_bits_of_its_tokens_one_by_one(wide: int, window: int, kind: str) -> None:
+    """Many queries share keys in another way than a few do, for heads of up to 128. The row is filled to its end."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = tiny_model("mistral", head_dim=wide, sliding_window=window or None, **SIZES | sizes)
+    r = CpuRunner(pack_model(model, kind), model, rows=2, max_len=100)
+    length = r.slab.capacity
+    assert length % 16, "the last block of keys is not whole"
+    text = drawn(random.Random(wide), length)
+    ids = torch.tensor([text])
+    r.threads = 1
+    fresh = r.forward(slice(0, 1), ids, [0])[0]
+    r.threads = 2
+    assert torch.equal(r.forward(slice(1, 2), ids[:, :70], [0])[0], fresh[:70])
+    assert torch.equal(r.forward(slice(1, 2), ids[:, 70:], [70])[0], fresh[70:])
+    r.threads = 1
+    for at in (*range(0, length, 7), length - 1):
+        assert torch.equal(r.forward(slice(0, 1), ids[:, at : at + 1], [at])[0, 0], fresh[at]), at
+    if kind == "float32":
+        with torch.no_grad():
+            expected = model(ids).logits[0]
+        assert (fresh - expected).square().mean().sqrt() < 1e-5 * expected.std()
 
 
 def test_drafts_and_trees_behind_what_was_read_together() -> None:

@@ -144,15 +144,16 @@ template <int PARTS> static void turned_scores(const Query* q, int count, const 
             seen = one.to > seen ? one.to : seen;
         }
         const int wanted = (seen - base + LANES - 1) / LANES < blocks ? (seen - base + LANES - 1) / LANES : blocks;
-        for (int b = 0; b < wanted; b += WIDE) {
+        for (int b = 0, some; b < wanted; b += some) {
             const float* at = turned + (size_t)b * PARTS * LANES * LANES;
-            switch (wanted - b < WIDE ? wanted - b : WIDE) {
-                case 1: many_scores<PARTS, 1>(from, at, to); break;
-                case 2: many_scores<PARTS, 2>(from, at, to); break;
-                case 3: many_scores<PARTS, 3>(from, at, to); break;
-                default: many_scores<PARTS, WIDE>(from, at, to);
-            }
-            for (int n = 0; n < QUERIES; n++) to[n] += WIDE * LANES;
+            some = wanted - b >= WIDE ? WIDE : wanted - b >= 2 ? 2 : 1;
+            if (some == WIDE)
+                many_scores<PARTS, WIDE>(from, at, to);
+            else if (some == 2)
+                many_scores<PARTS, 2>(from, at, to);
+            else
+                many_scores<PARTS, 1>(from, at, to);
+            for (int n = 0; n < QUERIES; n++) to[n] += some * LANES;
         }
     }
 }
@@ -167,10 +168,8 @@ static void scores_of(const Query* q, int count, const T* keys, int base, int bl
         }
     for (int b = 0; b < blocks; b++, base += LANES, keys += LANES * dim) {
         int i = 0;
-        if constexpr (PARTS <= MOST_PARTS) {
-            for (; count - i > 4 || count - i == 3; i += 3) few_scores<PARTS, 3>(q + i, keys, base);
-            for (; count - i >= 2; i += 2) few_scores<PARTS, 2>(q + i, keys, base);
-        }
+        if constexpr (PARTS <= MOST_PARTS)
+            for (; i + 3 <= count; i += 3) few_scores<PARTS, 3>(q + i, keys, base);
         for (; i < count; i++) few_scores<PARTS, 1>(q + i, keys, base);
     }
 }
@@ -226,7 +225,7 @@ static HS_INLINE void mix_parts(const Query* q, const T* values, int base, int f
         for (int i = 0; i < PARTS; i++) s[n][i] = load(q[n].mixed + d + i * LANES);
     for (int k = from; k < to; k++) {
         vf value[PARTS];
-        ask_ahead(values + (k + AHEAD_KEYS) * dim + d, PARTS * LANES);
+        if (sizeof(T) < sizeof(float)) ask_ahead(values + (k + AHEAD_KEYS) * dim + d, PARTS * LANES);
         for (int i = 0; i < PARTS; i++) value[i] = load_any(values + k * dim + d + i * LANES);
         for (int n = 0; n < N; n++) {
             const vf p = splat(q[n].scores[base + k]);

@@ -147,9 +147,11 @@ Inputs prepare(Pool& pool, int n, int width, const Inputs& common, Rounded& own,
     return common;
 }
 
-// Calls work(first, count) for n tokens, MOST_TOKENS at a time.
+// Calls work(first, count) for n tokens, at most MOST_TOKENS at a time: about as many every time, because weights are
+// unpacked for each of them, and in fours, as products take them.
 template <typename Work> HS_INLINE void by_tokens(int n, Work work) {
-    for (int t = 0; t < n; t += MOST_TOKENS) work(t, n - t < MOST_TOKENS ? n - t : MOST_TOKENS);
+    const int calls = (n + MOST_TOKENS - 1) / MOST_TOKENS, each = calls > 1 ? ((n + calls - 1) / calls + 3) / 4 * 4 : n;
+    for (int t = 0; t < n; t += each) work(t, n - t < each ? n - t : each);
 }
 
 // A matrix times n tokens, ``wide`` tiles (1 .. 4) at a time; done(tile, token, 16 numbers).

@@ -110,7 +110,7 @@ template <int KIND> struct Scales {
 };
 
 constexpr int MOST_TILES = 4;    // tiles of one call
-constexpr int MOST_TOKENS = 64;  // tokens of one call
+constexpr int MOST_TOKENS = 60;  // tokens of one call; of 64, the sums of four tiles would want the same cache lines
 constexpr size_t AHEAD = 4096;   // bytes that weights are asked for before they are needed
 
 // A group's products with N tokens, from ``at`` on: tile i's part is added to out[i * tokens + t]. Whole numbers inside a
@@ -248,7 +248,7 @@ HS_INLINE void float_product(const uint8_t* data, size_t stride, int inputs, con
         for (int t = 0; t < T; t++) out[w * apart + t] = sums[w * T + t];
 }
 
-// ``count`` tiles from ``first`` on (1 .. 4) times ``tokens`` tokens (1 .. 64): out[i * tokens + t]. Biases are added.
+// ``count`` tiles from ``first`` on (1 .. 4) times ``tokens`` tokens (1 .. 60): out[i * tokens + t]. Biases are added.
 void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out);
 
 }  // namespace hs
