@@ -30,10 +30,10 @@ constexpr int MANY = 20;        // queries for which it pays to turn keys round
 constexpr int BLOCKS = 4;       // of 16 keys, that are taken at once
 constexpr int KEYS = BLOCKS * LANES;
 constexpr int AHEAD_KEYS = 32;  // that memory is asked for before they are needed
-#if defined(__AVX512F__)        // numbers that find room in the registers: QUERIES x WIDE
-constexpr int QUERIES = 4, WIDE = 4;
+#if defined(__AVX512F__)        // numbers that find room in the registers: QUERIES x AT_ONCE
+constexpr int QUERIES = 4, AT_ONCE = 4;
 #else
-constexpr int QUERIES = 2, WIDE = 2;
+constexpr int QUERIES = 2, AT_ONCE = 2;
 #endif
 
 // What a query will want next of keys or values that lie one behind the other, as long as the row's memory goes on.
@@ -146,9 +146,9 @@ template <int PARTS> static void turned_scores(const Query* q, int count, const 
         const int wanted = (seen - base + LANES - 1) / LANES < blocks ? (seen - base + LANES - 1) / LANES : blocks;
         for (int b = 0, some; b < wanted; b += some) {
             const float* at = turned + (size_t)b * PARTS * LANES * LANES;
-            some = wanted - b >= WIDE ? WIDE : wanted - b >= 2 ? 2 : 1;
-            if (some == WIDE)
-                many_scores<PARTS, WIDE>(from, at, to);
+            some = wanted - b >= AT_ONCE ? AT_ONCE : wanted - b >= 2 ? 2 : 1;
+            if (some == AT_ONCE)
+                many_scores<PARTS, AT_ONCE>(from, at, to);
             else if (some == 2)
                 many_scores<PARTS, 2>(from, at, to);
             else
@@ -239,7 +239,7 @@ static HS_INLINE void mix_parts(const Query* q, const T* values, int base, int f
 template <int N, typename T>
 static __attribute__((noinline)) void mix(const Query* q, const T* values, int base, int from, int to, int dim) {
     int d = 0;
-    for (; d + WIDE * LANES <= dim; d += WIDE * LANES) mix_parts<N, WIDE>(q, values, base, from, to, dim, d);
+    for (; d + AT_ONCE * LANES <= dim; d += AT_ONCE * LANES) mix_parts<N, AT_ONCE>(q, values, base, from, to, dim, d);
     for (; d < dim; d += 2 * LANES) mix_parts<N, 2>(q, values, base, from, to, dim, d);
 }
 
