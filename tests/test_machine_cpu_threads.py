@@ -192,7 +192,7 @@ def limit(more):
     resource.setrlimit(resource.RLIMIT_AS, (used + more, -1))
 
 model = load(tiny_model("llama", hidden_size=64, intermediate_size=16384, head_dim=32, max_position_embeddings=2048))
-runner = open_packed(model, "int8", rows=1, max_len=2048, margin=1, probe=False, threads=1)
+runner = open_packed(model, "bfloat16", rows=1, max_len=2048, margin=1, probe=False, threads=1)
 text = torch.randint(100, (1, 2000))
 few = runner.forward(slice(0, 1), text[:, :3], [0])
 limit(24 << 20)
