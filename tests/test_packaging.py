@@ -88,7 +88,7 @@ def test_every_requirement_is_pinned_for_the_makefile() -> None:
     """And torch in the one spelling that brings no CUDA packages to a machine without a GPU."""
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     extras = PROJECT["project"]["optional-dependencies"]
-    needed = [*PROJECT["project"]["dependencies"], *extras["gguf"], *extras["plot"], *extras["dev"]]
+    needed = [*PROJECT["project"]["dependencies"], *extras["gguf"], *extras["plot"], *extras["serve"], *extras["dev"]]
     assert {need.split(">=")[0] for need in needed} <= pinned
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
 
