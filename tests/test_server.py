@@ -17,7 +17,8 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 
-from headstart import LLM, AsyncLLM, SamplingParams  # noqa: E402
+from headstart import LLM, AsyncLLM, InvalidParameter, SamplingParams  # noqa: E402
+from headstart.cli.serve import bound  # noqa: E402
 from headstart.server.app import Settings, create_app  # noqa: E402
 from headstart.testing import tiny_model, tiny_tokenizer  # noqa: E402
 
@@ -250,6 +251,17 @@ def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
         time.sleep(0.01)
     assert server.llm.engine.idle
     assert server.llm.stats.aborted > before
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    with bound("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidParameter, match=f"port {port} of 127.0.0.1 cannot be listened on"):
+            bound("127.0.0.1", port)
+    with pytest.raises(InvalidParameter, match="port must be 0 to 65535"):
+        bound("127.0.0.1", 70000)
+    with pytest.raises(InvalidParameter, match="cannot be listened on"):
+        bound("no such host", 0)
 
 
 def test_a_key_is_asked_for_and_large_bodies_are_refused() -> None:

@@ -6,6 +6,7 @@ Knows: the options of a server, and where its key may come from. Does not know: 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,7 +75,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise MissingExtra(package, "serve")
-    key = _key(server.api_key_file)
+    key, listener = _key(server.api_key_file), bound(server.host, server.port)
     llm = model.open(rows=server.max_rows)
     from ..async_api import AsyncLLM
     from ..server.app import Settings, create_app, run
@@ -90,8 +91,20 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
         drain=server.drain,
     )
     note(what_runs(llm))
-    note(f"serving {name} on http://{server.host}:{server.port}/v1" + ("" if key else " without an API key"))
-    run(create_app(AsyncLLM(llm), settings), host=server.host, port=server.port, drain=server.drain)
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    note(f"serving {name} on http://{host}:{listener.getsockname()[1]}/v1" + ("" if key else " without an API key"))
+    run(create_app(AsyncLLM(llm), settings), listener, drain=server.drain)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Before a model is loaded, which takes longer."""
+    if not 0 <= port < 2**16:
+        raise InvalidParameter("port", f"must be 0 to 65535, not {port}")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidParameter("port", f"{port} of {host} cannot be listened on: {error.strerror or error}") from None
 
 
 def _key(file: Path | None) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -92,16 +93,15 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
     return app
 
 
-def run(app: FastAPI, *, host: str, port: int, drain: float) -> None:
-    """Serve until Ctrl-C or SIGTERM, and then until what runs has ended."""
-    uvicorn.run(
+def run(app: FastAPI, listener: socket.socket, *, drain: float) -> None:
+    """Serve on a socket until Ctrl-C or SIGTERM, and then until what runs has ended."""
+    config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_level="warning",
         timeout_graceful_shutdown=int(drain) + 5,
         h11_max_incomplete_event_size=64 * 1024,  # of headers
     )
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 class _Service:
