@@ -14,9 +14,9 @@ from test_machine_cpu_bits import OTHERS, same
 from torch import Tensor
 
 from headstart.machine.cpu import build
-from headstart.machine.cpu import runner as runner_module
 from headstart.machine.cpu.formats import KINDS
-from headstart.machine.cpu.library import LayerRecord, MatrixRecord, kernels
+from headstart.machine.cpu.library import MatrixRecord, kernels
+from headstart.machine.cpu.runner import CpuRunner
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -160,29 +160,24 @@ def test_keys_values_and_up_may_lie_apart(family: str, apart: tuple[str, ...], m
         kept.append(memory)
         return MatrixRecord(0, len(which), m.inputs, memory.data_ptr(), bias)
 
-    def layer(*fields: Any) -> LayerRecord:
-        record = LayerRecord(*fields)
-        whole, gate_up = MatrixRecord.from_buffer_copy(record.qkv), MatrixRecord.from_buffer_copy(record.gate_up)
+    original = CpuRunner._layer
+
+    def layer(own: CpuRunner, number: int) -> dict[str, Any]:
+        record = original(own, number)
+        whole, gate_up = record["qkv"], record["gate_up"]
         ends = {**starts, "end": whole.outputs}
         for name in [name for name in ("k", "v") if name in apart]:
             first = ends[name]
             last = ends["v"] if name == "k" and "v" in apart else ends["end"]
             bias = whole.bias + 4 * first if whole.bias else None
-            setattr(record, name, rows(whole, torch.arange(first, last), bias))
+            record[name] = rows(whole, torch.arange(first, last), bias)
         if apart != ("up",):
-            record.qkv = rows(whole, torch.arange(ends[apart[0]]), whole.bias)
+            record["qkv"] = rows(whole, torch.arange(ends[apart[0]]), whole.bias)
         else:
             pairs = torch.arange(gate_up.outputs).view(-1, 2, 32)
-            record.gate_up = rows(gate_up, pairs[:, 0].flatten(), None)
-            record.up = rows(gate_up, pairs[:, 1].flatten(), None)
+            record["gate_up"] = rows(gate_up, pairs[:, 0].flatten(), None)
+            record["up"] = rows(gate_up, pairs[:, 1].flatten(), None)
         return record
 
-    class Layers:
-        def __call__(self, *fields: Any) -> LayerRecord:
-            return layer(*fields)
-
-        def __mul__(self, count: int) -> Any:
-            return LayerRecord * count
-
-    monkeypatch.setattr(runner_module, "LayerRecord", Layers())
+    monkeypatch.setattr(CpuRunner, "_layer", layer)
     assert torch.equal(runner(family, "int8").forward(slice(0, 1), text, [0]), fused)
