@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -95,6 +96,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
 
 def run(app: FastAPI, listener: socket.socket, *, drain: float) -> None:
     """Serve on a socket until Ctrl-C or SIGTERM, and then until what runs has ended."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn sends it again when it has ended: that is no failure
     config = uvicorn.Config(
         app,
         log_level="warning",
