@@ -349,7 +349,7 @@ class LLM:
 
     @property
     def codec(self) -> TextCodec:
-        """Text to token ids and back. ``ModelRefused`` without a tokenizer."""
+        """Text to token ids and back. ``InvalidParameter`` without a tokenizer."""
         if self._codec is None:
             raise InvalidParameter("prompt", "must be token ids: this model was given without a tokenizer")
         return self._codec

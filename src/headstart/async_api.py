@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from .api import LLM
 from .engine.inbox import BUFFER, Reader
@@ -26,8 +26,6 @@ from .prompts import Messages, numbered, one_each, read_conversations, read_prom
 from .types import Completion, Piece, Request, SamplingParams
 
 __all__ = ["AsyncLLM"]
-
-T = TypeVar("T")
 
 TOKENIZING = 4  # threads: a long prompt takes milliseconds
 
@@ -104,8 +102,8 @@ class AsyncLLM:
         ``EngineBusy``: the line is full. ``EngineStopped``: the thread that computes died, or this is closed.
         ``buffer``: how many pieces may lie unread before the request is aborted; None: all of them.
         """
-        make = partial(self.llm.request, prompt, params, id=id, prediction=prediction)
-        return self._inbox.submit(await self._aside(make), buffer=buffer)
+        request = await self.request(prompt, params, id=id, prediction=prediction)
+        return self._inbox.submit(request, buffer=buffer)
 
     async def request(
         self,
@@ -116,7 +114,8 @@ class AsyncLLM:
         prediction: str | None = None,
     ) -> Request:
         """See ``LLM.request``; tokenized in another thread."""
-        return await self._aside(partial(self.llm.request, prompt, params, id=id, prediction=prediction))
+        make = partial(self.llm.request, prompt, params, id=id, prediction=prediction)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
     def abort(self, id: str) -> bool:
         """Stop a request before the next step. False: no such request runs."""
@@ -152,9 +151,6 @@ class AsyncLLM:
         await self.close(None if kind is None else 0)
 
     # -- inside
-
-    async def _aside(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _answers(self, what: str, asked: Sequence[Any], alone: bool, params: Any, prediction: Any) -> Any:
         each = one_each("params", settings_of(params, None), SamplingParams, len(asked))

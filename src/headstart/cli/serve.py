@@ -81,7 +81,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     from ..server.app import Settings, create_app, run
 
     name = server.served_model_name or Path(model.model or "smollm2-135m-instruct").name
-    hosts = ["127.0.0.1", "localhost", "[::1]", server.host, *(server.allowed_host or ())]
+    hosts = [*Settings.allowed_hosts, server.host, *(server.allowed_host or ())]
     settings = Settings(
         model=name,
         api_key=key,

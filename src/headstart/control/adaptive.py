@@ -310,7 +310,7 @@ class AdaptiveController:
         forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
         if not forwards or len(tokens) == 1:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        times = [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]
+        times = _with_draft(forwards, start, step)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
         lag = 0.0  # more that must hold of each row's first guess, so that the slowest ones do not lose
         if rows > 1 and not self._waiting:
@@ -346,7 +346,7 @@ class AdaptiveController:
         ``_choose``."""
         if step:
             start, step = self._doubted(rows)
-        times = [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]
+        times = _with_draft(forwards, start, step)
         _, once = self._once(rows, start, step)
         self._enough = break_even(times[1] - times[0], 1 / times[0]) + lag
         cost, worth = (times[1] + once) / times[0] - 1, self._worth(times, left)
@@ -392,3 +392,8 @@ class AdaptiveController:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
         return max(emitted / seconds, self._rows / table[0][1]), max(0.0, slope(table))
+
+
+def _with_draft(forwards: Sequence[float], start: float, step: float) -> list[float]:
+    """Seconds of rounds by their draft length, drafting included."""
+    return [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..types import Choice, Completion, Piece, TokenLogprob
 
@@ -56,8 +56,8 @@ class Writer:
     statistics: bool = False
     origins: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    kind: str = ""
-    chunk_kind: str = ""
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         choices, at = [], 0
@@ -65,10 +65,7 @@ class Writer:
             for choice in answer.choices:
                 choices.append(self._choice(at + choice.index, choice))
             at += len(answer.choices)
-        found = self._head(self.kind) | {"choices": choices, "usage": usage_of(answers)}
-        if self.statistics:
-            found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
-        return found
+        return self._head(self.kind) | {"choices": choices} | self._spent(answers)
 
     def chunks(self, offset: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """What a round wrote: a chunk for each of its choices."""
@@ -85,10 +82,7 @@ class Writer:
 
     def last(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The chunk behind all choices, with what was used."""
-        found = self._head(self.chunk_kind) | {"choices": [], "usage": usage_of(answers)}
-        if self.statistics:
-            found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
-        return found
+        return self._head(self.chunk_kind) | {"choices": []} | self._spent(answers)
 
     def first(self, choices: int) -> list[dict[str, Any]]:
         """Chunks before anything was written."""
@@ -96,6 +90,12 @@ class Writer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _spent(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        found = {"usage": usage_of(answers)}
+        if self.statistics:
+            found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
+        return found
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -107,9 +107,7 @@ class Writer:
 class Chats(Writer):
     """``/v1/chat/completions``"""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.kind, self.chunk_kind = "chat.completion", "chat.completion.chunk"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def first(self, choices: int) -> list[dict[str, Any]]:
         start = {"role": "assistant", "content": "", "refusal": None}
@@ -152,13 +150,12 @@ class Chats(Writer):
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
 
+@dataclass
 class Texts(Writer):
     """``/v1/completions``"""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.kind = self.chunk_kind = "text_completion"
-        self._written: dict[int, int] = {}  # characters of each choice
+    kind = chunk_kind = "text_completion"
+    _written: dict[int, int] = field(default_factory=dict)  # characters of each choice
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = self._said(choice.logprobs or (), 0) if self.logprobs else None

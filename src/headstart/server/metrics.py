@@ -41,7 +41,7 @@ class Metrics:
             for name, help in _TIMES.items()
         }
         self._by_place: list[int] = []  # accepted tokens, by their place in the draft
-        self._drafts = self._prompt_tokens = self._written = 0
+        self._drafts = self._prompt_tokens = 0
         self._ends: dict[str, int] = {}
         self.listening = llm.listen(self._rounds, ended=self._ended)
 

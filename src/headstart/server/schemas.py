@@ -123,12 +123,9 @@ class _Sampled(_Record):
             return values
         kept = {}
         for name, value in values.items():
-            if name not in _HARMLESS or value is None:
-                if value is not None or name in cls.model_fields:
-                    kept[name] = value
-                elif name not in _HARMLESS:
-                    kept[name] = value  # an unknown name, though null: refused by name
-            elif name not in _ANYTHING and value not in _HARMLESS[name]:
+            if name not in _HARMLESS:
+                kept[name] = value
+            elif value is not None and name not in _ANYTHING and value not in _HARMLESS[name]:
                 why = "is not supported yet" if name in _LATER else "cannot be met by this server"
                 raise Refused(400, f"{name}: {value!r:.60} {why}", name)
         return kept
