@@ -1,0 +1,156 @@
+"""One call of OpenAI's API, from what was sent to what is answered, without HTTP: the server and batch jobs share it.
+
+Knows: which requests a call is made of, and how their answers become one. Does not know: who asks, or what becomes of
+an answer that nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..api import LLM
+from ..async_api import AsyncLLM
+from ..engine.inbox import Reader
+from ..types import Completion, Piece, SamplingParams
+from .answers import Chats, Texts, Writer
+from .errors import Refused
+from .schemas import ChatRequest, CompletionRequest
+
+__all__ = ["Call", "Calls"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: what is asked of the engine, and who writes the answer."""
+
+    writer: Writer
+    prompts: Sequence[Any]  # text, token ids or a conversation, each
+    params: SamplingParams
+    prediction: str | None
+    stream: bool
+    usage: bool  # at the end of a stream
+
+    async def submit(self, llm: AsyncLLM) -> list[Reader]:
+        """All of its requests, or none: ``EngineBusy`` where the line is full."""
+        readers: list[Reader] = []
+        try:
+            for i, prompt in enumerate(self.prompts):
+                name = f"{self.writer.id}-{i}"
+                readers.append(await llm.submit(prompt, self.params, id=name, prediction=self.prediction))
+        except BaseException:
+            _close(readers)
+            raise
+        return readers
+
+    async def whole(self, readers: Sequence[Reader]) -> dict[str, Any]:
+        """The answer, when all of it is written. Cancelled, it stops what was asked for."""
+        try:
+            for reader in readers:
+                async for _ in reader.rounds(failing=False):
+                    pass
+        finally:
+            _close(readers)
+        return self.writer.whole(_answers(readers))
+
+    async def chunks(self, readers: Sequence[Reader]) -> AsyncGenerator[dict[str, Any], None]:
+        """The same in pieces, round by round. Closed early, it stops what was asked for."""
+        each = self.params.n
+        try:
+            for chunk in self.writer.first(each * len(readers)):
+                yield chunk
+            async for number, pieces in _together(readers):
+                for chunk in self.writer.chunks(number * each, pieces):
+                    yield chunk
+            answers = _answers(readers)
+            if self.usage or self.writer.statistics:
+                yield self.writer.last(answers)
+        finally:
+            _close(readers)
+
+
+class Calls:
+    """Makes calls out of what clients send."""
+
+    def __init__(self, llm: LLM, model: str, *, statistics: bool = False) -> None:
+        self._model, self._statistics = model, statistics
+        self._spell = lru_cache(maxsize=65536)(llm.codec.spell)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            message = f"there is no model {name!r:.100} here; this server has {self._model!r}"
+            raise Refused(404, message, "model", "model_not_found")
+
+    def chat(self, body: ChatRequest) -> Call:
+        self.check_model(body.model)
+        writer = self._writer(Chats, "chatcmpl", body, logprobs=bool(body.logprobs))
+        return self._call(writer, [body.conversation()], body.params(), body)
+
+    def complete(self, body: CompletionRequest) -> Call:
+        self.check_model(body.model)
+        writer = self._writer(Texts, "cmpl", body, logprobs=body.logprobs is not None)
+        return self._call(writer, body.prompts(), body.params(), body)
+
+    def _writer(
+        self, kind: type[Writer], prefix: str, body: ChatRequest | CompletionRequest, *, logprobs: bool
+    ) -> Writer:
+        return kind(
+            f"{prefix}-{uuid.uuid4().hex}",
+            self._model,
+            self._spell,
+            logprobs=logprobs,
+            statistics=self._statistics if body.statistics is None else body.statistics,
+            origins=bool(body.origins),
+        )
+
+    def _call(
+        self, writer: Writer, prompts: Sequence[Any], params: SamplingParams, body: ChatRequest | CompletionRequest
+    ) -> Call:
+        guess = body.prediction.text if body.prediction is not None else None
+        return Call(writer, prompts, params, guess, bool(body.stream), body.wants_usage)
+
+
+def _close(readers: Sequence[Reader]) -> None:
+    for reader in readers:
+        reader.close()
+
+
+def _answers(readers: Sequence[Reader]) -> list[Completion]:
+    """An answer that did not come to its own end is an error, whatever was written of it."""
+    found = [reader.completion() for reader in readers]
+    for choice in (choice for answer in found for choice in answer.choices):
+        if choice.finish_reason in ("error", "abort"):
+            raise Refused(500, choice.error or "the request was stopped by the server", code="generation_failed")
+    return found
+
+
+async def _together(readers: Sequence[Reader]) -> AsyncIterator[tuple[int, list[Piece]]]:
+    """The rounds of several answers as they come, each with its number. One who does not take them is not waited for
+    by the engine: the pieces stay with their reader, which gives up when they are too many."""
+    if len(readers) == 1:
+        async for pieces in readers[0].rounds(failing=False):
+            yield 0, pieces
+        return
+    found: asyncio.Queue[tuple[int, list[Piece]] | None] = asyncio.Queue(1)
+
+    async def read(number: int) -> None:
+        async for pieces in readers[number].rounds(failing=False):
+            await found.put((number, pieces))
+
+    async def all_of_them() -> None:
+        try:
+            await asyncio.gather(*map(read, range(len(readers))))
+        finally:
+            await found.put(None)
+
+    task = asyncio.create_task(all_of_them())
+    try:
+        while (item := await found.get()) is not None:
+            yield item
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
