@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,59 +12,11 @@ import pytest
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
 
-from headstart import LLM, AsyncLLM, InvalidParameter, SamplingParams  # noqa: E402
+from server_tools import WORDS, Server  # noqa: E402
+
+from headstart import InvalidParameter, SamplingParams  # noqa: E402
 from headstart.cli.serve import bound  # noqa: E402
-from headstart.server.app import Settings, create_app  # noqa: E402
-from headstart.testing import tiny_model, tiny_tokenizer  # noqa: E402
-
-CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-WORDS = [{"role": "user", "content": "one two three"}]
-
-
-class Server:
-    """A server in a thread, on a port of its own."""
-
-    def __init__(self, **settings: Any) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = CHAT
-        target = tiny_model("llama", max_position_embeddings=512, **SIZES)
-        options = {"max_rows": 3, "max_model_len": 512, "check": False, "quantization": "int8"}  # the same bits always
-        self.llm = LLM(target, "lookup", tokenizer=tokenizer, **options)
-        self.app = create_app(AsyncLLM(self.llm), Settings(model="tiny", **settings))
-        self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", lifespan="on"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-
-    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | headers)
-        return self._sent(request)
-
-    def get(self, path: str, **headers: str) -> tuple[int, Any]:
-        return self._sent(urllib.request.Request(self.url + path, headers=headers))
-
-    def _sent(self, request: urllib.request.Request) -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                status, text = answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
-            error.close()
-        try:
-            return status, json.loads(text)
-        except ValueError:
-            return status, text
 
 
 @pytest.fixture(scope="module")
