@@ -7,6 +7,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -46,6 +48,32 @@ class Server:
         self.server.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()
+
+    def settle(self) -> None:
+        """Wait until nothing is left of any request."""
+        engine, end = self.llm.engine, time.monotonic() + 30
+        while not engine.idle and time.monotonic() < end:
+            time.sleep(0.005)
+        assert engine.idle
+        slab = engine.parts.runner.slab
+        assert slab.free_rows == slab.rows
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The model computes nothing meanwhile."""
+        go, runner = threading.Event(), self.llm.engine.parts.runner
+        forward = runner.forward
+
+        def waits(*arguments: Any, **options: Any) -> Any:
+            assert go.wait(60)
+            return forward(*arguments, **options)
+
+        runner.forward = waits
+        try:
+            yield
+        finally:
+            go.set()
+            runner.forward = forward
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
