@@ -110,6 +110,27 @@ def test_a_full_line_is_waited_for_by_generate_and_told_to_streams() -> None:
     run(main, llm)
 
 
+def test_a_place_that_gets_free_wakes_one_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, tries = made(max_waiting=2), []
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+    async def main(served: AsyncLLM) -> None:
+        submit = served._inbox.submit
+        monkeypatch.setattr(served._inbox, "submit", lambda *a, **more: [tries.append(1), submit(*a, **more)][1])
+        tasks = [asyncio.create_task(served.generate([5, 6, 7 + i], short)) for i in range(60)]
+        await asyncio.sleep(0)
+        for task in tasks[50:]:
+            task.cancel()  # those who give up must not keep a place
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in found] == [False] * 50 + [True] * 10
+        assert len(tries) <= 60, "many looked for a place that was not there"
+        many = SamplingParams(temperature=1, max_tokens=2, n=5, ignore_eos=True)  # more than the line has places
+        both = await asyncio.gather(*(served.generate(p, many) for p in PROMPTS))
+        assert [len(each.choices) for each in both] == [5] * 4
+
+    run(main, llm)
+
+
 def test_the_event_loop_goes_on_while_a_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, busy, go_on = made(), threading.Event(), threading.Event()
     encode = llm._encode
@@ -155,8 +176,10 @@ def test_it_drains_what_runs_and_takes_nothing_more() -> None:
         done = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(a, EngineStopped) or len(a.token_ids) == 12 for a in done)
         assert any(not isinstance(a, EngineStopped) for a in done)
-        with pytest.raises((EngineStopped, RuntimeError)):
+        with pytest.raises(EngineStopped, match="closed"):
             await served.generate(PROMPTS[0], PARAMS)
+        with pytest.raises(EngineStopped, match="closed"):
+            await served.submit(PROMPTS[0], PARAMS)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -13,15 +13,16 @@ hands over requests and takes what comes: one event for each round that wrote so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
 
 from .api import LLM
 from .engine.inbox import BUFFER, Reader
+from .engine.places import Places
 from .engine.stats import EngineStats
-from .errors import EngineBusy
+from .errors import EngineBusy, EngineStopped
 from .prompts import Messages, numbered, one_each, read_conversations, read_prompts, settings_of
 from .types import Completion, Piece, Request, SamplingParams
 
@@ -40,8 +41,7 @@ class AsyncLLM:
         self.llm = llm
         self._inbox = llm.inbox()
         self._threads = ThreadPoolExecutor(TOKENIZING, thread_name_prefix="headstart-tokenize")
-        self._waiting: set[Callable[[], object]] = set()  # those who wait for a place in the line
-        self._listening = llm.listen(ended=self._left)
+        self._line = Places(llm.engine)
 
     @classmethod
     async def open(cls, *arguments: Any, **settings: Any) -> Self:
@@ -115,7 +115,12 @@ class AsyncLLM:
     ) -> Request:
         """See ``LLM.request``; tokenized in another thread."""
         make = partial(self.llm.request, prompt, params, id=id, prediction=prediction)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        loop = asyncio.get_running_loop()
+        try:
+            made = loop.run_in_executor(self._threads, make)
+        except RuntimeError:  # its threads are gone
+            raise EngineStopped("this AsyncLLM is closed") from None
+        return await made
 
     def abort(self, id: str) -> bool:
         """Stop a request before the next step. False: no such request runs."""
@@ -139,10 +144,8 @@ class AsyncLLM:
     async def close(self, drain: float | None = None) -> None:
         """Take nothing in any more and wait for what runs; what still runs after ``drain`` seconds is aborted."""
         await asyncio.to_thread(self._inbox.close, drain)
-        self._listening.close()
         self._threads.shutdown(wait=False)
-        for wake in tuple(self._waiting):  # they learn that it is closed
-            wake()
+        self._line.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,20 +177,9 @@ class AsyncLLM:
 
     async def _entered(self, request: Request) -> Reader:
         """Submit as soon as there is a place in the line."""
-        loop, place = asyncio.get_running_loop(), asyncio.Event()
-        wake: Callable[[], object] = lambda: loop.call_soon_threadsafe(place.set)  # noqa: E731
-        self._waiting.add(wake)
-        try:
-            while True:
-                place.clear()
+        while True:
+            async with self._line.place(request.params.n):
                 try:
                     return self._inbox.submit(request, buffer=None)
-                except EngineBusy:
-                    await place.wait()
-        finally:
-            self._waiting.discard(wake)
-
-    def _left(self, _: Completion) -> None:
-        """A request ended: there may be a place. Called by the thread that computes."""
-        for wake in tuple(self._waiting):
-            wake()
+                except EngineBusy:  # somebody who does not wait was quicker
+                    continue
