@@ -61,6 +61,8 @@ def _entries(command: Any, context: Any) -> Iterator[Entry]:
         text = param.help or ""
         if param.required:
             text += " Must be given."
+        if param.envvar:
+            text += f" [{param.envvar}]"
         yield Entry(param.rich_help_panel or "Options", names, text, default)
 
 
@@ -97,7 +99,7 @@ class Commands(TyperGroup):
             code = super().main(args, prog_name, standalone_mode=False, **more)
         except _UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else "headstart"
-            complain(f"{' '.join(error.format_message().split())} ('{path} --help' lists what there is)")
+            complain(f"{' '.join(_wrong(error).split())} ('{path} --help' lists what there is)")
             sys.exit(FAILED)
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
@@ -117,6 +119,16 @@ def _side_by_side(formatter: Any, rows: list[tuple[str, str]]) -> None:
         for line in wrapped or [""]:
             formatter.write(f"{first}{line}".replace("\xa0", " ").rstrip() + "\n")
             first = " " * column
+
+
+def _wrong(error: Any) -> str:
+    """What is wrong; a value that came from the environment is named by its variable."""
+    param = getattr(error, "param", None)
+    if param is not None and param.envvar and error.ctx is not None:
+        source = error.ctx.get_parameter_source(param.name)
+        if source is not None and source.name == "ENVIRONMENT":
+            return f"Invalid value for {param.envvar}: {error.message}"
+    return str(error.format_message())
 
 
 def _about(command: Any) -> str:

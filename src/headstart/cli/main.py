@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for function in (generate, chat, serve, demo, distill):
-    app.command(cls=Command)(spread(function))
+    app.command(cls=Command)(spread(function, env="HEADSTART_" if function is serve else ""))
 
 
 def command() -> Any:

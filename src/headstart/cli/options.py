@@ -12,10 +12,11 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from time import perf_counter
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -154,11 +155,11 @@ class ModelOptions(TargetOptions):
         _drafting(of="KIND", help="Weights of a draft model, which cannot change the text: int8, int4, none or auto."),
     ] = "auto"
 
-    def open(self, rows: int = 1) -> Any:
-        """The ``LLM``. It is imported only here, because that takes seconds."""
+    def open(self, rows: int = 1, **settings: Any) -> Any:
+        """The ``LLM``; ``settings``: more of them. It is imported only here, because that takes seconds."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "verbose"}
         given |= {name: None for name in ("draft", "quantization", "draft_quantization") if given[name] == "none"}
-        given |= {"gamma": _gamma(self.gamma), "max_rows": rows}
+        given |= {"gamma": _gamma(self.gamma), "max_rows": rows} | settings
         Config.of({name: given[name] for name in SETTINGS if name in given})  # refuses before anything is imported
         with self.loading() as tell:
             from ..api import LLM
@@ -239,8 +240,12 @@ class FullSamplingOptions(SamplingOptions):
         return super().params(**more, logit_bias=_biases(self.logit_bias))
 
 
-def spread(function: Callable[..., None]) -> Callable[..., None]:
-    """For Typer: the command with the fields of its records as parameters of its own."""
+def spread(function: Callable[..., None], *, env: str = "") -> Callable[..., None]:
+    """For Typer: the command with the fields of its records as parameters of its own.
+
+    ``env``: each of them may also be given by the environment variable of that beginning and its name; on the command
+    line it counts more. An empty variable is one that is not set; of those that may be repeated, spaces part them.
+    """
     hints = get_type_hints(function, include_extras=True)
     records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -250,19 +255,47 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
             continue
         inner = get_type_hints(records[name], include_extras=True)
         parameters += [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=inner[f.name])
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=f.default,
+                annotation=_from_environment(inner[f.name], f"{env}{f.name.upper()}") if env else inner[f.name],
+            )
             for f in fields(records[name])
         ]
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
-    def command(**given: Any) -> None:
+    def command(*, context: typer.Context, **given: Any) -> None:
+        found = {name: f"{env}{name.upper()}" for name in given if env and _set_outside(context, name)}
         built = {
             name: record(**{f.name: given.pop(f.name) for f in fields(record)}) for name, record in records.items()
         }
-        function(**given, **built)
+        if found:
+            note(f"  from the environment: {', '.join(found.values())}")
+        try:
+            function(**given, **built)
+        except InvalidParameter as error:
+            if error.field in found:
+                error.args = (f"{found[error.field]}: {error}",)
+            raise
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
     return command
+
+
+def _from_environment(annotation: Any, variable: str) -> Any:
+    """The same option, of this command alone, with an environment variable."""
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.envvar, option.show_envvar = variable, False  # errors name it where it is what is wrong
+    return Annotated[kind, option]
+
+
+def _set_outside(context: typer.Context, name: str) -> bool:
+    """Does its value come from the environment?"""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "ENVIRONMENT"
 
 
 def _gamma(text: str) -> int | str:

@@ -54,13 +54,18 @@ class ServerOptions:
         _serving(
             "--allowed-host",
             of="NAME",
-            help="A Host header to accept besides this machine's own names; * for any. May be repeated.",
+            help="A Host header to accept besides this machine's own names; *.example.com for all below, * for any. "
+            "May be repeated.",
         ),
     ] = None
     allowed_origin: Annotated[
         list[str] | None, _serving("--allowed-origin", of="URL", help="Web pages from here may ask. May be repeated.")
     ] = None
     max_rows: Annotated[int, _serving("--max-rows", of="N", help="Requests that are computed together.")] = 8
+    max_waiting: Annotated[
+        int, _serving("--max-waiting", of="N", help="Requests that may wait for a row; others are told to come back.")
+    ] = 1024
+    max_body: Annotated[int, _serving("--max-body", of="MIB", help="The largest request, in MiB.")] = 16
     drain: Annotated[
         float, _serving("--drain", of="SECONDS", help="Time that requests have to end when the server is stopped.")
     ] = 30.0
@@ -71,12 +76,17 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     """Serve a model by OpenAI's API.
 
     Without arguments: the embedded model on http://127.0.0.1:8000. Ctrl-C or SIGTERM ends it, when what runs has ended.
+    Every option may also be given by the environment variable that stands in brackets behind it.
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise MissingExtra(package, "serve")
+    if server.max_body < 1:
+        raise InvalidParameter("max_body", f"must be at least 1, not {server.max_body}")
+    if not 0 <= server.drain < 1e6:
+        raise InvalidParameter("drain", f"must be seconds, 0 or more, not {server.drain:g}")
     key, listener = _key(server.api_key_file), bound(server.host, server.port)
-    llm = model.open(rows=server.max_rows)
+    llm = model.open(rows=server.max_rows, max_waiting=server.max_waiting)
     from ..async_api import AsyncLLM
     from ..server.app import Settings, create_app, run
 
@@ -87,6 +97,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
         api_key=key,
         allowed_hosts=hosts,
         allowed_origins=server.allowed_origin or (),
+        max_body=server.max_body * 2**20,
         statistics=server.statistics,
         drain=server.drain,
     )

@@ -1,0 +1,101 @@
+"""The options of ``headstart serve``: on the command line and by environment variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from headstart.cli.commands import Command, Commands
+from headstart.cli.main import command
+from headstart.cli.options import ModelOptions, spread
+from headstart.cli.serve import ServerOptions
+from headstart.errors import InvalidParameter
+
+KEPT = {"HEADSTART_API_KEY", "HEADSTART_CACHE", "HEADSTART_CACHE_GB", "HEADSTART_CPU_ISA", "HEADSTART_REQUIRE_KERNELS"}
+
+
+def started(*arguments: str, wrong: str = "") -> tuple[ModelOptions, ServerOptions]:
+    """What a command with these records is given; ``wrong``: the field that it complains of."""
+    found: list[Any] = []
+
+    def serve(*, model: ModelOptions, server: ServerOptions) -> None:
+        found.extend((model, server))
+        if wrong:
+            raise InvalidParameter(wrong, "must be something else")
+
+    app = typer.Typer(cls=Commands, add_completion=False, rich_markup_mode=None)
+    app.command(cls=Command)(spread(serve, env="HEADSTART_"))
+    app.callback()(lambda: None)
+    typer.main.get_command(app)(["serve", *arguments], standalone_mode=False)
+    return found[0], found[1]
+
+
+def test_every_option_is_a_variable_of_serve_and_of_no_other_command() -> None:
+    group: Any = command()
+    seen = set()
+    for name, each in group.commands.items():
+        for param in each.params:
+            if name == "serve" and param.name != "help":
+                assert param.envvar == f"HEADSTART_{param.name.upper()}"
+                assert param.envvar not in KEPT
+                seen.add(param.name)
+            else:
+                assert not param.envvar, f"{name} {param.name} would change in silence"
+    assert {"model", "draft", "gamma", "host", "port", "allowed_host", "max_rows", "statistics", "verbose"} <= seen
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    assert all(f"[HEADSTART_{name.upper()}]" in page for name in seen)
+
+
+def test_variables_are_taken_and_the_command_line_counts_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "MODEL": "some/model",
+        "GAMMA": "3",
+        "PORT": "8123",
+        "HOST": "",  # as if it were not set
+        "THREADS": "",
+        "ALLOWED_HOST": "a.example  b.example",
+        "STATISTICS": "true",
+        "INVARIANT": "0",
+        "DRAIN": "2.5",
+    }.items():
+        monkeypatch.setenv(f"HEADSTART_{name}", value)
+    model, server = started("--gamma", "5")
+    assert (model.model, model.gamma, model.threads, model.invariant) == ("some/model", "5", None, False)
+    assert (server.port, server.host, server.drain, server.statistics) == (8123, "127.0.0.1", 2.5, True)
+    assert list(server.allowed_host or ()) == ["a.example", "b.example"]
+    told = capsys.readouterr().err
+    assert "from the environment: " in told
+    assert "HEADSTART_MODEL" in told
+    assert "HEADSTART_GAMMA" not in told, "the command line said it"
+    assert "HEADSTART_HOST" not in told
+
+
+@pytest.mark.parametrize(("name", "value"), [("PORT", "tcp://10.0.0.1:80"), ("STATISTICS", "perhaps"), ("DRAIN", "x")])
+def test_a_wrong_value_is_a_sentence_that_names_its_variable(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(f"HEADSTART_{name}", value)
+    with pytest.raises(SystemExit) as ended:
+        started()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith(f"error: Invalid value for HEADSTART_{name}: ")
+    assert "\n" not in told
+    with pytest.raises(SystemExit):
+        started("--port", "x")  # this one is the command line's
+    assert "--port" in capsys.readouterr().err or name != "PORT"
+
+
+def test_so_is_one_that_is_found_to_be_wrong_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_PORT", "70000")
+    for field, told in (("port", "error: HEADSTART_PORT: port must be"), ("gamma", "error: gamma must be")):
+        with pytest.raises(SystemExit):
+            started(wrong=field)
+        assert told in capsys.readouterr().err
