@@ -9,19 +9,24 @@ nothing repeats, at temperature 0 and 1.5, alone and together; from a cold contr
 request wants (``speculate=False``). Each figure is the rate over that of an engine without a draft in the same turn,
 prompts included; reported are the median of the turns and the interval in which it lies with 95%.
 Every turn measures all cases once: a run that is stopped early (``--seconds``) has fewer turns, not fewer cases.
+On a CPU all engines of a case answer at once, a step of each in turn (side_by_side.py): it is shared with others.
+``--go-on`` adds turns (or cases, with other --batches) to those that are stored.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import near_best
 from common import Report, interval, log, median
 from pairs import Setting, parser, read, setting_of
+from side_by_side import Run, side_by_side
 
 from headstart import LLM, SamplingParams
 
@@ -36,7 +41,8 @@ class Case:
 
 
 def draft_of(setting: Setting, name: str) -> Any:
-    return {PLAIN: None, "useless": setting.useless, "as large": setting.target, "lookup": "lookup"}[name]
+    useless = setting.useless
+    return {PLAIN: None, "useless": useless, "off": useless, "as large": setting.target, "lookup": "lookup"}[name]
 
 
 class NeverSlower:
@@ -44,9 +50,11 @@ class NeverSlower:
 
     def __init__(self, setting: Setting, drafts: Sequence[str], cases: Sequence[Case], tokens: int) -> None:
         self.setting, self.drafts, self.cases, self.tokens = setting, drafts, cases, tokens
+        self._gpu = setting.name.startswith("gpu")
         self.engines: dict[str, LLM] = {}
         self.rates: dict[tuple[str, Case], list[float]] = {}
         self.said: dict[tuple[str, Case], dict[str, Any]] = {}
+        self.others: list[dict[str, Any]] = []  # stored by an earlier run, of other cases
         for name in (PLAIN, *drafts):
             opened = self._engine_name(name)
             if opened not in self.engines:
@@ -55,47 +63,61 @@ class NeverSlower:
                 log(f"{opened}: engine open ({time.perf_counter() - started:.1f} s)")
         for case in cases:
             for name in (PLAIN, *drafts):
-                self._run(name, case, turn=0, tokens=min(48, tokens))
+                self._measure([name], case, turn=0, tokens=min(48, tokens))
         gc.collect()
         gc.freeze()  # a collection of all that was loaded would be timed as part of some run
         log("warm")
 
     def _engine_name(self, name: str) -> str:
-        return "useless" if name == "off" else name
+        """On a CPU each has an engine of its own, since they answer at once."""
+        return "useless" if name == "off" and self._gpu else name
 
-    def _run(self, name: str, case: Case, turn: int, tokens: int) -> float:
-        """Tokens a second over the whole of it, from a cold start."""
-        llm = self.engines[self._engine_name(name)]
+    def _measure(self, names: Sequence[str], case: Case, turn: int, tokens: int) -> dict[str, float]:
+        """Tokens a second over the whole of it, from a cold start; all of them at once."""
         lengths = [32 + 4 * (i % 9) for i in range(case.batch)]
         if self.setting.name == "quick":
             lengths = [8] * case.batch
-        params = SamplingParams(
-            temperature=case.temperature, max_tokens=tokens, ignore_eos=True, speculate=name not in (PLAIN, "off")
-        )
         prompts = self.setting.random_prompts(lengths, turn)
-        llm.cold()
-        gc.collect()
-        before = llm.stats.drafted, llm.stats.accepted, llm.stats.row_rounds
-        started = time.perf_counter()
-        llm.generate(prompts, params)
-        seconds = time.perf_counter() - started
-        drafted, accepted, rounds = (
-            after - was
-            for after, was in zip((llm.stats.drafted, llm.stats.accepted, llm.stats.row_rounds), before, strict=True)
-        )
-        self.said[name, case] = {
-            "alpha": accepted / drafted if drafted else None,
-            "drafted_per_round": drafted / rounds,
-            "reason": llm.engine.inactive_reason,
-        }
-        return case.batch * tokens / seconds
+        runs, before = {}, {}
+        for name in names:
+            llm = self.engines[self._engine_name(name)]
+            wanted = name not in (PLAIN, "off")
+            params = SamplingParams(temperature=case.temperature, max_tokens=tokens, ignore_eos=True, speculate=wanted)
+            runs[name] = Run(llm, prompts, params)
+            before[name] = llm.stats.drafted, llm.stats.accepted, llm.stats.row_rounds
+        rates = side_by_side(runs)
+        for name, run in runs.items():
+            stats = run.llm.stats
+            drafted, accepted, rounds = (
+                after - was
+                for after, was in zip((stats.drafted, stats.accepted, stats.row_rounds), before[name], strict=True)
+            )
+            self.said[name, case] = {
+                "alpha": accepted / drafted if drafted else None,
+                "drafted_per_round": drafted / rounds,
+                "reason": run.llm.engine.inactive_reason,
+            }
+        return rates
 
     def turn(self, number: int) -> None:
         names = [PLAIN, *self.drafts]
         order = names[number % len(names) :] + names[: number % len(names)]
         for case in self.cases:
-            for name in order:
-                self.rates.setdefault((name, case), []).append(self._run(name, case, number, self.tokens))
+            for some in [[name] for name in order] if self._gpu else [order]:
+                for name, rate in self._measure(some, case, number, self.tokens).items():
+                    self.rates.setdefault((name, case), []).append(rate)
+
+    def go_on(self, path: Path) -> int:
+        """Take up the turns that are stored of these cases; how many there are."""
+        stored = json.loads(path.read_text(encoding="utf-8"))["slower"] if path.exists() else []
+        for found in stored:
+            case = Case(found["temperature"], found["batch"])
+            if case in self.cases and found["draft"] in self.drafts:
+                self.rates[found["draft"], case] = found["rates"]
+                self.rates[PLAIN, case] = found["plain_rates"]
+            else:
+                self.others.append(found)
+        return min((len(rates) for rates in self.rates.values()), default=0)
 
     def result(self) -> list[dict[str, Any]]:
         found = []
@@ -115,22 +137,25 @@ class NeverSlower:
                         "plain_tokens_per_second": median(plain),
                         **self.said[name, case],
                         "ratios": ratios,
+                        "rates": rates,
+                        "plain_rates": plain,
                     }
                 )
-        return found
+        return self.others + found
 
 
-def measure(part: NeverSlower, turns: int, report: Report) -> None:
-    for number in range(1, turns + 1):
+def measure(part: NeverSlower, turns: int, report: Report, *, go_on: bool) -> None:
+    before = part.go_on(report.path) if go_on else 0
+    for number in range(1 + before, turns + before + 1):
         if report.late:
-            log(f"no time left after {number - 1} turns")
+            log(f"no time left after turn {number - 1}")
             break
         part.turn(number)
         found = part.result()
         report.add("slower", found)
         worst = sorted(found, key=lambda case: case["over_plain"])[:3]
         shown = ", ".join(f"{c['draft']} T{c['temperature']:g} x{c['batch']} {c['over_plain']:.3f}" for c in worst)
-        log(f"turn {number}/{turns}; lowest: {shown}")
+        log(f"turn {number}/{turns + before}; lowest: {shown}")
     for case in report.results.get("slower", []):
         low, high = case["interval"]
         log(
@@ -151,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--draft-quantization", default="auto", help="of best's draft on a CPU")
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--turns", type=int, default=9)
+    options.add_argument("--go-on", action="store_true", help="add to the turns or cases that are stored")
     given = read(options, arguments)
     rows = max(given.batches)
     settings = {key: getattr(given, key) for key in ("batches", "tokens", "turns")}
@@ -162,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = setting_of(given, rows)
     if "slower" in given.parts:
         cases = [Case(temperature, batch) for temperature in given.temperatures for batch in given.batches]
-        measure(NeverSlower(setting, given.drafts, cases, given.tokens), given.turns, report)
+        part = NeverSlower(setting, given.drafts, cases, given.tokens)
+        measure(part, given.turns, report, go_on=given.go_on)
         gc.unfreeze()
         gc.collect()
     if "best" in given.parts:

@@ -42,6 +42,9 @@ SMALL = {  # the shape of SmolLM2-135M
     "tie_word_embeddings": True,
 }
 CPU_TARGET = Shape(layers=32, hidden=1152, ffn=3072, heads=18, kv_heads=6, head_dim=64)
+CPU_THREE = Shape(
+    layers=30, hidden=1152, ffn=2304, heads=18, kv_heads=6, head_dim=64
+)  # three times the embedded model's weights
 THIRD = Shape(layers=30, hidden=2304, ffn=8192, heads=18, kv_heads=6, head_dim=128)  # of a llama-3-8b's weights
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -201,10 +204,10 @@ def cpu_setting(ids: str | None, rows: int) -> Setting:
 
 
 def cpu_pair(setting: Setting, quantization: str | None, draft_quantization: str | None) -> Setting:
-    """A target four times the embedded model's size with its function, and the embedded model as the draft."""
+    """A target three times the embedded model's size with its function, and the embedded model as the draft."""
     small = load(embedded_folder(), dtype="float32").model
     options = setting.options | {"quantization": quantization, "draft_quantization": draft_quantization}
-    grown = grow(small, CPU_TARGET)
+    grown = grow(small, CPU_THREE)
     return Setting("cpu-pair", grown, small, None, setting.stream, setting.vocab_size, small, options)
 
 

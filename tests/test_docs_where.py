@@ -46,5 +46,4 @@ def test_what_is_named_in_a_file_is_in_it(question: str) -> None:
     )
     for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", re.sub(PATH, "", question)):
         last = name.split(".")[-1]
-        if last != "serve":  # an extra to be added
-            assert re.search(rf"\b{last}\b", text), f"none of {files} has {last}"
+        assert re.search(rf"\b{last}\b", text), f"none of {files} has {last}"

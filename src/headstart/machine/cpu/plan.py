@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -186,10 +186,11 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_from(text: str) -> Plan | None:
-    """What ``plan_text`` wrote, in this version or one that knew a single kind for all layers; None otherwise, and
-    where some channels turn only and lie as the model has them: these were turned in wrong pairs."""
-    values = json.loads(text)
-    if set(values) | {"kinds", "half_apart"} != {field.name for field in fields(Plan)}:
+    """What ``plan_text`` wrote, in this version or an older one, which did not know fields that have a default; None
+    otherwise, and where some channels turn only and lie as the model has them: these were turned in wrong pairs."""
+    values, known = json.loads(text), fields(Plan)
+    needed = {field.name for field in known if field.default is MISSING}
+    if not needed <= set(values) <= {field.name for field in known}:
         return None
     if 2 * len(values["inverse_frequencies"]) != values["head_dim"] and not values.get("half_apart"):
         return None
