@@ -50,7 +50,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 0, "temperature": 0},
 }
 #: fields that no backend has to know: the engine deals with them
-AROUND = {"seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos", "n", "speculate"}
+AROUND = {"prompt_logprobs", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos", "n", "speculate"}
 
 
 def test_every_field_is_in_the_table() -> None:

@@ -36,8 +36,9 @@ BIAS = (-100.0, 100.0)
 class SamplingParams:
     """How one request is sampled. The names are vLLM's; ``speculate`` and ``verification`` are ours.
 
-    ``temperature=0`` is greedy. ``max_tokens=None`` writes to the end of the context. ``logprobs=k`` returns the
-    target's own log-probabilities (before any penalty or temperature) of each token and of the k most likely ones.
+    ``temperature=0`` is greedy. ``max_tokens=None`` writes to the end of the context; 0 reads the prompt and writes
+    nothing. ``logprobs=k`` returns the target's own log-probabilities (before any penalty or temperature) of each token
+    and of the k most likely ones; ``prompt_logprobs=k`` the same of the prompt's tokens (``Completion.prompt_logprobs``).
 
     ``verification`` is the rule that keeps speculation lossless when sampling: "block" accepts the most, "token" is
     the classical rule, "coupled" gives the very tokens that plain decoding gives for the same seed. None is "coupled"
@@ -64,6 +65,7 @@ class SamplingParams:
     n: int = 1
     speculate: bool = True
     verification: Verification | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._read_numbers()
@@ -103,15 +105,16 @@ class SamplingParams:
         top_k = integer("top_k", self.top_k, -1)
         self._keep("top_k", max(top_k, 0))  # -1 is vLLM's other way to say "off"
         if self.max_tokens is not None:
-            self._keep("max_tokens", integer("max_tokens", self.max_tokens, 1))
+            self._keep("max_tokens", integer("max_tokens", self.max_tokens, 0))
         self._keep("min_tokens", integer("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens", f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
             )
         self._keep("n", integer("n", self.n, 1, MAX_N))
-        if self.logprobs is not None:
-            self._keep("logprobs", integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                self._keep(name, integer(name, value, 0, MAX_LOGPROBS))
         if self.seed is not None:
             self._keep("seed", integer("seed", self.seed, -INT64 - 1, 2**64 - 1))
 

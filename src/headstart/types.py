@@ -67,7 +67,7 @@ class Request:
         """The most tokens that prompt and answer may have together; an error if what was asked for does not fit."""
         length, wanted = len(self.prompt), self.params.max_tokens
         room = max_model_len - length
-        if room < 1:
+        if room < (wanted != 0):
             raise PromptTooLong(
                 "prompt", f"has {length} tokens; max_model_len is {max_model_len} and counts the answer too"
             )
@@ -250,11 +250,18 @@ class Stats(Accepting):
     verify_seconds: float = 0.0
     waiting_seconds: float = 0.0  # from submit to the first prefill: the time in the line
     first_token_seconds: float = 0.0  # from submit to the first token, the time in the line included; 0: there is none
+    drafts: int = 0  # rounds in which something was drafted
+    acceptance_histogram: tuple[int, ...] = ()  # in how many of them 0, 1, 2 ... tokens were accepted
 
     @property
     def acceptance_length(self) -> float:
         """tau: tokens per target forward."""
         return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """vLLM's: tokens per round in which something was drafted, accepted ones and the target's own; 0: none was."""
+        return 1 + self.accepted / self.drafts if self.drafts else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -283,6 +290,8 @@ class Completion:
     id: str
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
+    #: with ``prompt_logprobs``: of each of the prompt's tokens; None for the first, which nothing stands before
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def text(self) -> str:

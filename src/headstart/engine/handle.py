@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import GenerationFailed, HeadstartError, InvalidParameter
-from ..types import Completion, Piece, Request
+from ..types import Completion, Piece, Request, TokenLogprob
 from .sequence import Sequence, TextSink
 
 __all__ = ["Handle", "Reception"]
@@ -50,11 +50,18 @@ class Handle:
             while sequence.pieces:
                 yield sequence.pieces.popleft()
 
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Of the prompt's tokens, once a piece of the answer is there."""
+        found = self.sequences[0].prompt_logprobs
+        return None if found is None else tuple(found)
+
     def completion(self) -> Completion:
         """The whole answer, once ``done``."""
         if not all(s.finished for s in self.sequences):
             raise HeadstartError(f"{self.request.id} has not ended yet: read its stream to the end, or close it")
-        return Completion(self.request.id, self.request.prompt, tuple(s.choice() for s in self.sequences))
+        choices = tuple(s.choice() for s in self.sequences)
+        return Completion(self.request.id, self.request.prompt, choices, self.prompt_logprobs)
 
     def raise_failure(self) -> None:
         """Raise if any choice failed."""

@@ -37,6 +37,7 @@ __all__ = [
     "group_of",
     "judge",
     "likeliest",
+    "logprob_tensors",
     "logprobs_along",
     "targets_of",
     "token_logprobs",
@@ -283,10 +284,21 @@ def logprobs_along(
 
     logits [N+1, V] of one row.
     """
-    chosen = logits[list(nodes), :vocab_size].float().log_softmax(-1)
+    values, best, ids = logprob_tensors(logits[list(nodes)], tokens, top, vocab_size)
+    return token_logprobs(tokens, values.tolist(), best.tolist(), ids.tolist(), top)
+
+
+def logprob_tensors(
+    logits: torch.Tensor, tokens: Seq[int], top: int, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities [n] of ``tokens`` by logits [n, V]; and of the ``top`` most likely ones, with their ids [n, top].
+
+    Nothing here waits for the device.
+    """
+    chosen = logits[:, :vocab_size].float().log_softmax(-1)
     values = chosen.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     best = chosen.topk(min(top, vocab_size), dim=-1)
-    return token_logprobs(tokens, values.tolist(), best.values.tolist(), best.indices.tolist(), top)
+    return values, best.values, best.indices
 
 
 def token_logprobs(

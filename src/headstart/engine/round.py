@@ -22,6 +22,7 @@ from .judge import Batch
 from .outcome import DraftFailed, Outcome, Rows, emitted
 from .players import Clock, Player, judged
 from .scheduler import Chunk
+from .scoring import Scores, read_scored
 from .sequence import Sequence
 from .stats import EngineStats
 
@@ -52,28 +53,39 @@ def drain(context: RoundContext, players: Seq[Player], sequences: list[Sequence]
 
 
 class Reading(NamedTuple):
-    """Parts of several prompts that a forward reads, perhaps at this moment."""
+    """Parts of several prompts that are read, perhaps at this moment."""
 
-    chunks: Seq[Chunk]
+    chunks: Seq[Chunk]  # but those whose log-probabilities are asked for
+    scored: Seq[Chunk]  # those
     logits: Tensor  # of those that end, and perhaps others; on a device they may not be there yet
+    scores: list[Scores]
     clock: Clock
 
 
 def begin_reading(context: RoundContext, chunks: Seq[Chunk]) -> Reading:
-    """Read parts of prompts in one forward. A device does so behind what it has in flight for other rows."""
-    clock = Clock(context.runner.device)
-    pieces = [(chunk.row, chunk.tokens) for chunk in chunks]
-    logits = context.runner.read(pieces, logits=any(chunk.last for chunk in chunks))
+    """Read parts of prompts, in one forward but for those whose log-probabilities are asked for. A device does so
+    behind what it has in flight for other rows."""
+    runner, clock = context.runner, Clock(context.runner.device)
+    plain, scored = [c for c in chunks if not c.scored], [c for c in chunks if c.scored]
+    pieces = [(chunk.row, chunk.tokens) for chunk in plain]
+    logits = runner.read(pieces, logits=any(chunk.last for chunk in plain))
+    scores = read_scored(runner, scored, context.vocab_size)
     clock.stop()
-    return Reading(chunks, logits, clock)
+    return Reading(plain, scored, logits, scores, clock)
 
 
 def end_reading(context: RoundContext, reading: Reading, stats: EngineStats) -> list[Round] | None:
-    """Prompts that are in to their end get their first token. The records of those; None if there are none."""
-    (chunks, logits, clock), runner = reading, context.runner
+    """Prompts that are in to their end get their first token, or end here if they want none. The records of the first;
+    None if there are none."""
+    (chunks, scored, logits, scores, clock), runner = reading, context.runner
     ended = [i for i, chunk in enumerate(chunks) if chunk.last]
     seconds = clock.seconds()
-    stats.prefill_tokens += sum(len(chunk.tokens) for chunk in chunks if not chunk.last)
+    stats.prefill_tokens += sum(len(chunk.tokens) for chunk in (*chunks, *scored) if not chunk.last)
+    for each in scores:
+        each.settle()
+    for sequence in (chunk.sequence for chunk in (*chunks, *scored) if not chunk.last):
+        if sequence.remaining <= 0 and runner.slab.lengths[runner.slab.row(sequence.id)] == len(sequence.tokens):
+            sequence.end("length")
     if not ended:
         stats.prefill_seconds += seconds
         return None

@@ -34,12 +34,13 @@ _LOOKED_AT = 64  # waiting requests that are asked in a step whether they can be
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of one prompt, to be read in now."""
+    """A part of one prompt, to be read in now. ``scored``: with the log-probabilities of its tokens."""
 
     sequence: Sequence
     row: int
     tokens: list[int]
-    last: bool  # does the prompt end here?
+    last: bool  # does the prompt end here, and an answer begin?
+    scored: bool = False
 
 
 class Scheduler:
@@ -111,8 +112,12 @@ class Scheduler:
         behind = [len(s.tokens) - start for s, start in zip(filling, starts, strict=True)]
         for i, count in enumerate(shares(behind, budget)):
             if count:
-                tokens = filling[i].tokens[starts[i] : starts[i] + count]
-                found.append(Chunk(filling[i], rows[i], tokens, count == behind[i]))
+                sequence, start, end = filling[i], starts[i], starts[i] + count
+                scored = start < sequence.scored_until
+                if scored:
+                    end = min(end, sequence.scored_until)
+                last = end == len(sequence.tokens) and sequence.remaining > 0
+                found.append(Chunk(sequence, rows[i], sequence.tokens[start:end], last, scored))
         return found
 
     def _admit(self) -> None:
@@ -123,7 +128,7 @@ class Scheduler:
             sequence = self._waiting[at]
             unread = [s.tokens for s in self._filling.values()]
             if sequence.request.id == held or (
-                unread and waits_for(sequence.tokens, unread, self._slab.warm(sequence.tokens))
+                unread and waits_for(sequence.reusable, unread, self._slab.warm(sequence.reusable))
             ):
                 held = sequence.request.id
                 at += 1
@@ -131,7 +136,7 @@ class Scheduler:
             with self._line:
                 del self._waiting[at]
             sequence.tally.start()
-            sequence.tally.cached_tokens = self._slab.acquire(sequence.id, sequence.tokens)
+            sequence.tally.cached_tokens = self._slab.acquire(sequence.id, sequence.reusable)
             self._filling[sequence.id] = sequence
 
     def filled(self, sequence: Sequence) -> None:

@@ -77,6 +77,10 @@ class Sequence:
         self._texts: list[str] = []
         self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprob] = []
+        #: of the prompt's tokens so far, the first of which has none; None: not asked for, or of another choice
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if self.params.prompt_logprobs is not None and not index:
+            self.prompt_logprobs = [None]
 
     # -- what the round asks
 
@@ -88,6 +92,19 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self._limit - len(self.tokens)
+
+    @property
+    def scored_until(self) -> int:
+        """Prompt tokens before this place are read with the logits of each (``scoring``); 0: none is, or all were."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_length:
+            return 0
+        return self.prompt_length if self.remaining <= 0 else self.prompt_length - 1
+
+    @property
+    def reusable(self) -> Seq[int]:
+        """The beginning that other rows may share with it, and one token more. Where the prompt's log-probabilities are
+        still to come, the tokens they follow from have to be read here."""
+        return self.tokens if not self.scored_until else self.tokens[: len(self.prompt_logprobs or ())]
 
     @property
     def asks(self) -> Asks:
@@ -133,8 +150,14 @@ class Sequence:
         self.pieces.append(Piece(text, token, origin, self.index, logprob, reason))
         self.finish_reason = reason  # last: another thread may be reading, and takes this for the end
 
+    def score(self, place: int, logprobs: Seq[TokenLogprob]) -> None:
+        """Log-probabilities of the prompt's tokens from ``place`` on."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs[place:] = logprobs
+
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Finish from outside: an abort or a failure. What was held back as a possible stop string is let go."""
+        """Finish from outside: an abort, a failure, or a prompt without an answer (``max_tokens=0``). What was held back
+        as a possible stop string is let go."""
         if self.finished:
             return
         text = ""

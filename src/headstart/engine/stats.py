@@ -26,6 +26,7 @@ class Tally:
         self._first: float | None = None  # when the first token was there
         self._last = 0.0
         self._sums: dict[str, Any] = defaultdict(int)  # by the names of ``Stats``
+        self._accepted: list[int] = []  # drafts of which 0, 1, 2 ... tokens were accepted
 
     def start(self) -> None:
         """The first prefill begins now. A sequence that is read in again keeps its beginning."""
@@ -38,6 +39,10 @@ class Tally:
         sums["tokens"] += r.emitted
         for name in ("drafted", "accepted", "draft_seconds", "verify_seconds"):
             sums[name] += getattr(r, name)
+        if r.drafted:
+            sums["drafts"] += 1
+            self._accepted += [0] * (r.accepted + 1 - len(self._accepted))
+            self._accepted[r.accepted] += 1
         if not r.prefill:
             sums["decode_tokens"] += r.emitted
             sums["decode_seconds"] += r.round_seconds
@@ -54,6 +59,7 @@ class Tally:
             seconds=self._last - started if started is not None else 0.0,
             waiting_seconds=started - submitted if started is not None else 0.0,
             first_token_seconds=first - submitted if first is not None else 0.0,
+            acceptance_histogram=tuple(self._accepted),
         )
 
 

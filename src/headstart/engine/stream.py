@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Self
 
-from ..types import Completion, Piece, Request
+from ..types import Completion, Piece, Request, TokenLogprob
 from .engine import Engine
 from .handle import Handle
 
@@ -60,6 +60,10 @@ class Stream(Iterator[Piece]):
         return self._handle.request.id
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self._handle.request.prompt
+
+    @property
     def done(self) -> bool:
         """Has the request ended? There may still be pieces to read."""
         return self._handle.done
@@ -87,6 +91,11 @@ class Stream(Iterator[Piece]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Log-probabilities of the prompt's tokens, where they are asked for; all are there with the first piece."""
+        return self._handle.prompt_logprobs
 
     def completion(self) -> Completion:
         """The whole answer, once the stream has ended; before that it raises."""

@@ -87,6 +87,17 @@ class ModelRunner(Protocol):
             return torch.empty(len(found), self.vocab_size if logits else 0, dtype=self.dtype, device=self.device)
         return torch.cat(found)[:, 0]
 
+    def read_all(self, pieces: Pieces) -> list[Tensor]:
+        """``read``, with the logits [n, V] of every one of a piece's n tokens. How many tokens there may be is the
+        caller's business: their logits are all in memory at once. Here: one forward after another."""
+        check_pieces(self.slab, pieces)
+        found = []
+        for row, tokens in pieces:
+            ids = torch.tensor([tokens], device=self.device)
+            found.append(self.forward(slice(row, row + 1), ids, self.slab.lengths[row : row + 1])[0])
+            self.slab.extend(row, tokens)
+        return found
+
     def prefill(self, row: int, tokens: Sequence[int], start: int | None = None, chunk: int = 512) -> Tensor:
         """Read a long list of tokens into one row, ``chunk`` at a time; logits [1, 1, V] of the last one.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import InvalidParameter, ModelRefused
 from .control_tokens import ControlGuard
+from .infill import Infill
 from .messages import check_text, read_messages
 
 __all__ = ["Detokenizer", "StopChecker", "TextCodec", "TextStream"]
@@ -80,6 +81,11 @@ class TextCodec:
         if not found:
             return self._encode_bare(self._render(read))
         return self._guard.encode(self._render(marked), found)
+
+    @cached_property
+    def infill(self) -> Infill:
+        """How it fills in the middle. ``InvalidParameter`` where it has no tokens for that."""
+        return Infill.of(self._tokenizer)
 
     @cached_property
     def _guard(self) -> ControlGuard:

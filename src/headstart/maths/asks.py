@@ -24,7 +24,7 @@ __all__ = ["ASKS", "DRAWING", "OTHERS", "PENALTIES", "PROCESSING", "RULES", "TEN
 Asks = frozenset[str]
 
 #: field -> does a request ask for anything by it? None: never. With those the engine deals, around the distribution:
-#: how long a text gets, how many there are, whether there is a draft at all.
+#: how long a text gets, how many there are, what is said of the prompt, whether there is a draft at all.
 ASKS: dict[str, Callable[[SamplingParams], bool] | None] = {
     "temperature": lambda p: not p.greedy,
     "top_p": lambda p: not p.greedy and p.top_p < 1,
@@ -37,6 +37,7 @@ ASKS: dict[str, Callable[[SamplingParams], bool] | None] = {
     "logit_bias": lambda p: bool(p.logit_bias),
     "min_tokens": lambda p: p.min_tokens > 0,
     "logprobs": lambda p: p.logprobs is not None,
+    "prompt_logprobs": None,
     "seed": None,
     "stop": None,
     "stop_token_ids": None,

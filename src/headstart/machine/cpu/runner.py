@@ -139,23 +139,36 @@ class CpuRunner(Watched, ModelRunner):
     def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
         """See ``ModelRunner.read``; all pieces in one call, whatever their widths and rows."""
         check_pieces(self.slab, pieces)
+        found = torch.empty(len(pieces), self.vocab_size if logits else 0)
+        self._read(pieces, found, keep=int(logits))
+        return found
+
+    @torch.inference_mode()
+    def read_all(self, pieces: Pieces) -> list[Tensor]:
+        """See ``ModelRunner.read_all``; all pieces in one call."""
+        check_pieces(self.slab, pieces)
+        widths = [len(tokens) for _, tokens in pieces]
+        found = torch.empty(sum(widths), self.vocab_size)
+        self._read(pieces, found, keep=-1)
+        return list(found.split(widths))
+
+    def _read(self, pieces: Pieces, logits: Tensor, keep: int) -> None:
+        """``keep``: logits of so many tokens of each piece, its last; -1: of all."""
         count = len(pieces)
-        found = torch.empty(count, self.vocab_size if logits else 0)
         if not count:
-            return found
+            return
         ids = torch.tensor([token for _, tokens in pieces for token in tokens])
         lengths = [self.slab.lengths[row] for row, _ in pieces]
         widths = [len(tokens) for _, tokens in pieces]
         numbers = (ctypes.c_int32 * (3 * count))(*lengths, *widths, *(row for row, _ in pieces))
         call, at = self._call, ctypes.addressof(numbers)
-        call.rows, call.width, call.first_row, call.keep = count, 0, 0, int(logits)
-        call.tokens, call.lengths, call.logits = ids.data_ptr(), at, found.data_ptr()
+        call.rows, call.width, call.first_row, call.keep = count, 0, 0, keep
+        call.tokens, call.lengths, call.logits = ids.data_ptr(), at, logits.data_ptr()
         call.ancestors = call.depths = None
         call.widths, call.slab_rows = at + 4 * count, at + 8 * count
         self._run(len(ids), max(map(add, lengths, widths)))
         for row, tokens in pieces:
             self.slab.extend(row, tokens)
-        return found
 
     def _run(self, tokens: int, longest: int) -> None:
         """The kernels, as ``_call`` says; how long they took is told to ``_pace``."""

@@ -107,10 +107,13 @@ struct Forward {
 
     void logits(Share& preparing, const Turn& turn) const {
         if (!c.keep) return;
-        const int kept = c.rows * c.keep;
+        const int kept = c.keep < 0 ? tokens : c.rows * c.keep;
         for (int i; (i = preparing.take()) < kept;) {
-            const Piece& piece = room.pieces[i / c.keep];
-            const int token = piece.first + piece.width - c.keep + i % c.keep;
+            int token = i;
+            if (c.keep > 0) {
+                const Piece& piece = room.pieces[i / c.keep];
+                token = piece.first + piece.width - c.keep + i % c.keep;
+            }
             norm_token(stream(token), m.norm, m.eps, m.hidden, last, i);
         }
         pool.meet();
@@ -232,7 +235,7 @@ static Forward prepared(Handle& h, const Call& c, Pool& pool, int tokens) {
     if (room.shares.size() < phases) room.shares = std::vector<Share>(phases);
     for (Share& share : room.shares) share.reset();
     room.runs.need(pool.size(), (int)phases);
-    const int kept = c.rows * c.keep;
+    const int kept = c.keep < 0 ? tokens : c.rows * c.keep;
     return {m,
             c,
             room,

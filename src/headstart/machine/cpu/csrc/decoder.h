@@ -35,12 +35,12 @@ struct Model {
 };
 
 struct Call {
-    int32_t rows, width, first_row, keep;
+    int32_t rows, width, first_row, keep;  // keep: logits of so many tokens of each row, its last; -1: of all
     const int64_t* tokens;     // [rows, width], or row after row where each has a width of its own
     const int32_t* lengths;    // [rows]
     const uint8_t* ancestors;  // [rows, width, width] or null for chains
     const int32_t* depths;     // [rows, width] or null
-    float* logits;             // [rows, keep, vocab]
+    float* logits;             // [rows, keep, vocab]; of all: [tokens, vocab]
     int32_t watched;           // layers whose outputs are kept
     const int32_t* watch;
     float* features;           // [slab rows, capacity, watched * hidden]
