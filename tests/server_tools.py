@@ -26,9 +26,34 @@ def tiny_llm(**options: Any) -> LLM:
     """Nonsense, quickly; its answers have the same bits whatever else is served."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT
-    target = tiny_model("llama", max_position_embeddings=512, **SIZES)
+    target = options.pop("model", None) or tiny_model("llama", max_position_embeddings=512, **SIZES)
     settings = {"max_rows": 3, "max_model_len": 512, "check": False, "quantization": "int8"}
-    return LLM(target, "lookup", tokenizer=tokenizer, **settings | options)
+    return LLM(target, **{"draft": "lookup", "tokenizer": tokenizer} | settings | options)
+
+
+def joined(events: str) -> dict[int, dict[str, Any]]:
+    """The choices of a stream as a whole answer has them, by their numbers."""
+    choices: dict[int, dict[str, Any]] = {}
+    lines = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", lines[-1]
+    for line in lines[:-1]:
+        for part in json.loads(line).get("choices", ()):
+            choice = choices.setdefault(part["index"], {})
+            for name, value in part.items():
+                name, value = ("message", value) if name == "delta" else (name, value)
+                choice[name] = _added(choice.get(name), value)
+    return choices
+
+
+def _added(known: Any, more: Any) -> Any:
+    """Texts and lists grow, records grow field by field, and other things are the latest that were said."""
+    if known is None or more is None:
+        return more if known is None else known
+    if isinstance(known, dict):
+        return {name: _added(known.get(name), more.get(name)) for name in (*known, *(more.keys() - known.keys()))}
+    if isinstance(known, list):
+        return known + more
+    return known + more if isinstance(known, str) and known != "assistant" else more
 
 
 class Server:

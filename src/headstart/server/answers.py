@@ -1,80 +1,56 @@
 """What clients get: whole answers and chunks of streams, in OpenAI's shapes.
 
-Knows: the shapes, and how log-probabilities, usage and statistics are written. Does not know: HTTP, or who asks.
+Knows: the shapes, and which of a request's choices are shown. Does not know: HTTP, who asks, or how log-probabilities
+and statistics are written (``figures``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..types import Choice, Completion, Piece, TokenLogprob
+from .figures import Spelling, said_in_chat, said_in_text, said_of_prompt, statistics_of, usage_of
 
-__all__ = ["Chats", "Texts", "Writer", "usage_of"]
-
-Spell = Callable[[int], str]  # a token's text
-
-
-def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
-    prompt = sum(len(answer.prompt_token_ids) for answer in answers)
-    written = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
-    cached = sum(answer.choices[0].stats.cached_tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def statistics_of(choices: Iterable[Choice]) -> dict[str, Any]:
-    """What speculation did, in vLLM's names where it has one; ``acceptance_length`` (tau) is over all rounds."""
-    stats = [choice.stats for choice in choices]
-    drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    tokens, rounds = sum(s.tokens for s in stats), sum(s.rounds for s in stats)
-    return {
-        "speculative_decoding": {
-            "num_draft_tokens": drafted,
-            "num_accepted_draft_tokens": accepted,
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
-            "num_rounds": rounds,
-            "acceptance_length": tokens / rounds if rounds else None,
-        }
-    }
+__all__ = ["Chats", "Prompt", "Texts", "Writer"]
 
 
 @dataclass
 class Writer:
-    """Writes the answers to one call. ``offset``: the index of the first choice of each prompt's answer."""
+    """Writes the answers to one call."""
 
     id: str
     model: str
-    spell: Spell
+    spelling: Spelling
+    n: int = 1  # choices of each prompt that are shown
     logprobs: bool = False
+    prompt_logprobs: int | None = None  # vLLM's field: so many of the likeliest tokens
     statistics: bool = False
     origins: bool = False
+    echo: Sequence[str] | None = None  # the prompts' texts, where they stand before the answers
     created: int = field(default_factory=lambda: int(time.time()))
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        choices, at = [], 0
-        for answer in answers:
-            for choice in answer.choices:
-                choices.append(self._choice(at + choice.index, choice))
-            at += len(answer.choices)
+        choices = [
+            self._choice(number * self.n + place, number, choice, answer)
+            for number, answer in enumerate(answers)
+            for place, choice in enumerate(best(answer.choices, self.n))
+        ]
         return self._head(self.kind) | {"choices": choices} | self._spent(answers)
 
-    def chunks(self, offset: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """What a round wrote: a chunk for each of its choices."""
+    def chunks(self, number: int, pieces: Sequence[Piece], prompt: Prompt | None = None) -> list[dict[str, Any]]:
+        """What a round wrote of the answer to one prompt, given by its number: a chunk for each of its choices.
+        ``prompt``: for those who repeat it."""
         by_choice: dict[int, list[Piece]] = {}
         for piece in pieces:
             by_choice.setdefault(piece.index, []).append(piece)
         found = []
         for index, own in by_choice.items():
-            choice = self._delta(offset + index, own)
+            choice = self._delta(number * self.n + index, number, own, prompt)
             if self.origins:
                 choice["origins"] = [piece.origin for piece in own if piece.token_id is not None]
             found.append(self._head(self.chunk_kind) | {"choices": [choice]})
@@ -97,17 +73,43 @@ class Writer:
             found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
         return found
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, number: int, choice: Choice, answer: Completion) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _delta(self, index: int, number: int, pieces: Sequence[Piece], prompt: Prompt | None) -> dict[str, Any]:
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, to be repeated."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob | None] | None
+
+
+def best(choices: Sequence[Choice], n: int) -> Sequence[Choice]:
+    """``best_of``: the n choices whose tokens are likeliest on average, the best first; the earlier of two alike."""
+    if n >= len(choices):
+        return choices
+
+    def mean(choice: Choice) -> float:
+        known = choice.logprobs or ()
+        return sum(each.logprob for each in known) / len(known) if known else 0.0
+
+    return sorted(choices, key=mean, reverse=True)[:n]
 
 
 class Chats(Writer):
     """``/v1/chat/completions``"""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        found = super().whole(answers)
+        if self.prompt_logprobs is not None:
+            found["prompt_logprobs"] = said_of_prompt(self.spelling, answers[0].prompt_logprobs, self.prompt_logprobs)
+        return found
 
     def first(self, choices: int) -> list[dict[str, Any]]:
         start = {"role": "assistant", "content": "", "refusal": None}
@@ -117,37 +119,23 @@ class Chats(Writer):
             for index in range(choices)
         ]
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, number: int, choice: Choice, answer: Completion) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._said(choice.logprobs or ()) if self.logprobs else None,
+            "logprobs": said_in_chat(self.spelling, choice.logprobs or ()) if self.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
 
-    def _delta(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _delta(self, index: int, number: int, pieces: Sequence[Piece], prompt: Prompt | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         known = [piece.logprob for piece in pieces if piece.logprob is not None]
         return {
             "index": index,
             "delta": {"content": text} if text or known else {},
-            "logprobs": self._said(known) if self.logprobs and known else None,
+            "logprobs": said_in_chat(self.spelling, known) if self.logprobs and known else None,
             "finish_reason": pieces[-1].finish_reason,
         }
-
-    def _said(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        return {
-            "content": [
-                self._token(each.token_id, each.logprob)
-                | {"top_logprobs": [self._token(token, value) for token, value in each.top.items()]}
-                for each in logprobs
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.spell(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
 
 @dataclass
@@ -155,37 +143,33 @@ class Texts(Writer):
     """``/v1/completions``"""
 
     kind = chunk_kind = "text_completion"
-    _written: dict[int, int] = field(default_factory=dict)  # characters of each choice
+    _written: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._said(choice.logprobs or (), 0) if self.logprobs else None
-        return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
+    def _choice(self, index: int, number: int, choice: Choice, answer: Completion) -> dict[str, Any]:
+        prompt = Prompt(answer.prompt_token_ids, answer.prompt_logprobs)
+        logprobs = self._said(index, choice.logprobs or (), prompt) if self.logprobs else None
+        text = choice.text if self.echo is None else self.echo[number] + choice.text
+        found = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        if self.prompt_logprobs is not None:
+            found["prompt_logprobs"] = said_of_prompt(self.spelling, answer.prompt_logprobs, self.prompt_logprobs)
+        return found
 
-    def _delta(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _delta(self, index: int, number: int, pieces: Sequence[Piece], prompt: Prompt | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
+        if self.echo is not None and index not in self._written:
+            text = self.echo[number] + text
         known = [piece.logprob for piece in pieces if piece.logprob is not None]
-        at = self._written.get(index, 0)
-        logprobs = self._said(known, at) if self.logprobs and known else None
-        self._written[index] = at + sum(len(self.spell(each.token_id)) for each in known)
+        logprobs = self._said(index, known, prompt) if self.logprobs else None
+        self._written.setdefault(index, 0)
+        if logprobs is not None and not logprobs["tokens"]:
+            logprobs = None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason}
 
-    def _said(self, logprobs: Sequence[TokenLogprob], at: int) -> dict[str, Any]:
-        """``text_offset`` counts the characters of the tokens as they are spelt one by one."""
-        tokens = [self.spell(each.token_id) for each in logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(each.logprob, -9999.0) for each in logprobs],
-            "top_logprobs": [
-                {self.spell(token): max(value, -9999.0) for token, value in each.top.items()} for each in logprobs
-            ],
-            "text_offset": offsets,
-        }
+    def _said(self, index: int, logprobs: Sequence[TokenLogprob], prompt: Prompt | None) -> dict[str, Any]:
+        """Those of the prompt stand before a choice's first ones, where it is repeated."""
+        known: list[tuple[int, TokenLogprob | None]] = [(each.token_id, each) for each in logprobs]
+        if self.echo is not None and index not in self._written and prompt is not None:
+            said = prompt.logprobs or [None] * len(prompt.token_ids)
+            known = [*zip(prompt.token_ids, said, strict=True), *known]
+        found, self._written[index] = said_in_text(self.spelling, known, self._written.get(index, 0))
+        return found

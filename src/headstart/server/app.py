@@ -118,6 +118,8 @@ class _Service:
         return await self._answered(request, self._calls.chat(body))
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        if body.suffix or body.echo:
+            return await self._answered(request, await asyncio.to_thread(self._calls.complete, body))
         return await self._answered(request, self._calls.complete(body))
 
     async def _answered(self, request: Request, call: Call) -> Response:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..api import LLM
 from ..async_api import AsyncLLM
 from ..engine.inbox import Reader
 from ..types import Completion, Piece, SamplingParams
-from .answers import Chats, Texts, Writer
+from .answers import Chats, Prompt, Texts, Writer
 from .errors import Refused
+from .figures import Spelling
 from .schemas import ChatRequest, CompletionRequest
 
 __all__ = ["Call", "Calls"]
@@ -59,16 +59,19 @@ class Call:
 
     async def chunks(self, readers: Sequence[Reader]) -> AsyncGenerator[dict[str, Any], None]:
         """The same in pieces, round by round. Closed early, it stops what was asked for."""
-        each = self.params.n
+        writer = self.writer
         try:
-            for chunk in self.writer.first(each * len(readers)):
+            for chunk in writer.first(writer.n * len(readers)):
                 yield chunk
             async for number, pieces in _together(readers):
-                for chunk in self.writer.chunks(number * each, pieces):
+                reader, prompt = readers[number], None
+                if writer.echo is not None:
+                    prompt = Prompt(reader.prompt_token_ids, reader.prompt_logprobs)
+                for chunk in writer.chunks(number, pieces, prompt):
                     yield chunk
             answers = _answers(readers)
-            if self.usage or self.writer.statistics:
-                yield self.writer.last(answers)
+            if self.usage or writer.statistics:
+                yield writer.last(answers)
         finally:
             _close(readers)
 
@@ -78,7 +81,7 @@ class Calls:
 
     def __init__(self, llm: LLM, model: str, *, statistics: bool = False) -> None:
         self._model, self._statistics = model, statistics
-        self._spell = lru_cache(maxsize=65536)(llm.codec.spell)
+        self._codec, self._spelling = llm.codec, Spelling.of(llm.codec)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
@@ -87,25 +90,42 @@ class Calls:
 
     def chat(self, body: ChatRequest) -> Call:
         self.check_model(body.model)
-        writer = self._writer(Chats, "chatcmpl", body, logprobs=bool(body.logprobs))
+        writer = Chats(**self._writing("chatcmpl", body), logprobs=bool(body.logprobs))
         return self._call(writer, [body.conversation()], body.params(), body)
 
     def complete(self, body: CompletionRequest) -> Call:
+        """With ``suffix`` or ``echo`` it has texts to tokenize or ids to spell: not on an event loop."""
         self.check_model(body.model)
-        writer = self._writer(Texts, "cmpl", body, logprobs=body.logprobs is not None)
-        return self._call(writer, body.prompts(), body.params(), body)
+        prompts, params = body.prompts(), body.params()
+        if body.suffix:
+            prompts, params = self._infilled(prompts, body.suffix, params)
+        echo = [self._as_text(prompt) for prompt in prompts] if body.echo else None
+        writer = Texts(**self._writing("cmpl", body), logprobs=body.logprobs is not None, echo=echo)
+        return self._call(writer, prompts, params, body)
 
-    def _writer(
-        self, kind: type[Writer], prefix: str, body: ChatRequest | CompletionRequest, *, logprobs: bool
-    ) -> Writer:
-        return kind(
-            f"{prefix}-{uuid.uuid4().hex}",
-            self._model,
-            self._spell,
-            logprobs=logprobs,
-            statistics=self._statistics if body.statistics is None else body.statistics,
-            origins=bool(body.origins),
-        )
+    def _as_text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._codec.decode(prompt)
+
+    def _infilled(
+        self, prompts: Sequence[str | list[int]], suffix: str, params: SamplingParams
+    ) -> tuple[list[str | list[int]], SamplingParams]:
+        """Prompts that ask for what stands between them and the suffix; the tokens that end it are stops."""
+        infill = self._codec.infill
+        found: list[str | list[int]] = [infill.encode(prompt, suffix) for prompt in prompts]
+        ends = () if params.ignore_eos else infill.ends
+        return found, replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *ends))
+
+    def _writing(self, prefix: str, body: ChatRequest | CompletionRequest) -> dict[str, Any]:
+        """What every ``Writer`` is given."""
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "model": self._model,
+            "spelling": self._spelling,
+            "n": body.n or 1,
+            "prompt_logprobs": body.prompt_logprobs,
+            "statistics": self._statistics if body.statistics is None else body.statistics,
+            "origins": bool(body.origins),
+        }
 
     def _call(
         self, writer: Writer, prompts: Sequence[Any], params: SamplingParams, body: ChatRequest | CompletionRequest

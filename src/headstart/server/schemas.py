@@ -109,6 +109,7 @@ class _Sampled(_Record):
     min_tokens: _Count | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[_Count] | None = None
+    prompt_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # ours
     speculate: StrictBool | None = None
     verification: Verification | None = None
@@ -130,15 +131,15 @@ class _Sampled(_Record):
                 raise Refused(400, f"{name}: {value!r:.60} {why}", name)
         return kept
 
-    def _params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
         given = {
             name: getattr(self, name)
             for name in (
                 *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
                 *("repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "seed", "n"),
-                *("speculate", "verification"),
+                *("prompt_logprobs", "speculate", "verification"),
             )
-        }
+        } | more
         bias = None
         if self.logit_bias is not None:
             if not all(token.isdecimal() for token in self.logit_bias):
@@ -155,6 +156,8 @@ class _Sampled(_Record):
     def _options_of_a_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise Refused(400, "stream_options: is only for streams", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Refused(400, "prompt_logprobs: is not for streams (a completion has echo)", "prompt_logprobs")
         return self
 
 
@@ -171,6 +174,9 @@ class ChatRequest(_Sampled):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs: needs logprobs", "top_logprobs")
         most = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+        if most == 0:
+            field = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
+            raise Refused(400, f"{field}: must be at least 1 in a chat", field)
         return self._params(most, (self.top_logprobs or 0) if self.logprobs else None)
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -181,14 +187,24 @@ class CompletionRequest(_Sampled):
     prompt: str | list[_Count] | list[str | list[_Count]]
     logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    echo: Literal[False] | None = None
-    best_of: Annotated[_Count, Field(ge=1)] | None = None
-    suffix: None = None
+    echo: StrictBool | None = None
+    best_of: Annotated[_Count, Field(ge=1, le=MAX_N)] | None = None
+    suffix: str | None = None
 
     def params(self) -> SamplingParams:
-        if self.best_of not in (None, self.n or 1):
-            raise Refused(400, "best_of: is not supported with another number than n", "best_of")
-        return self._params(self.max_tokens if self.max_tokens is not None else 16, self.logprobs)
+        n = self.n or 1
+        most, runs, logprobs = self.max_tokens, self.best_of or n, self.logprobs
+        if runs < n:
+            raise Refused(400, f"best_of: must be at least n ({n}), not {runs}", "best_of")
+        if runs > n:  # the best are found by their log-probabilities, at the end
+            if self.stream:
+                raise Refused(400, "best_of: cannot be more than n in a stream", "best_of")
+            logprobs = logprobs or 0
+        if self.suffix and self.echo:
+            raise Refused(400, "echo: cannot be used with suffix", "echo")
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        of_prompt = max((k for k in asked if k is not None), default=None)
+        return self._params(16 if most is None else most, logprobs, n=runs, prompt_logprobs=of_prompt)
 
     def prompts(self) -> list[str | list[int]]:
         """Each one as text or token ids."""
