@@ -1,4 +1,4 @@
-"""``prompt_logprobs``: what the target thinks of the prompt's own tokens, whoever shares the forward or was there before."""
+"""``prompt_logprobs``: how likely the prompt's own tokens were, whoever shares the forward or was there before."""
 
 from __future__ import annotations
 

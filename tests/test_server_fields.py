@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from server_tools import SIZES, WORDS, Server, joined  # noqa: E402
+from server_tools import SIZES, WORDS, Server, joined
 
-from headstart import LLM, SamplingParams  # noqa: E402
-from headstart.testing import tiny_model, tiny_tokenizer  # noqa: E402
+from headstart import LLM, SamplingParams
+from headstart.testing import tiny_model, tiny_tokenizer
 
 TEXT = "one two three one two"
 
@@ -52,10 +52,12 @@ def test_a_harness_scores_a_prompt(server: Server, prompt: Any) -> None:
     assert said["token_logprobs"][-1] == own.logprobs[0].logprob
     assert len(said["tokens"]) == len(said["text_offset"]) == len(ids) + 1
     assert choice["text"] == server.llm.codec.decode(ids) + own.text
-    for value, top, each in zip(said["token_logprobs"][1:-1], said["top_logprobs"][1:-1], own.prompt_logprobs[1:]):
+    for value, top, each in zip(
+        said["token_logprobs"][1:-1], said["top_logprobs"][1:-1], own.prompt_logprobs[1:], strict=True
+    ):
         assert (value == max(top.values())) == (each.token_id in each.top), "is_greedy"
         assert value in top.values(), "a token's own is among them"
-    for offset, token in zip(said["text_offset"], said["tokens"]):
+    for offset, token in zip(said["text_offset"], said["tokens"], strict=True):
         if not token.startswith("<"):  # a special token is no part of the text
             assert choice["text"][offset : offset + len(token)] == token
     (nothing,) = asked(server, **body | {"max_tokens": 0})["choices"]
@@ -72,7 +74,7 @@ def test_an_echo_in_every_way_is_one(server: Server) -> None:
     assert streamed(server, **body) == {choice["index"]: choice for choice in whole}
     plain = asked(server, **body | {"echo": False})["choices"]
     assert [c["text"] for c in whole] == [
-        e + c["text"] for e, c in zip([TEXT] * 2 + [server.llm.codec.decode([1, 9, 20])] * 2, plain)
+        e + c["text"] for e, c in zip([TEXT] * 2 + [server.llm.codec.decode([1, 9, 20])] * 2, plain, strict=True)
     ]
     assert asked(server, prompt=TEXT, echo=True, max_tokens=0)["choices"][0]["text"] == TEXT
     short = {"prompt": TEXT, "echo": True, "logprobs": 1, "max_tokens": 0}
@@ -139,7 +141,7 @@ def test_statistics_in_vllms_shape(server: Server) -> None:
 FAMILIES = {
     "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"),
     "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),
-    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", None),
+    "deepseek": ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>", None),
     "codellama": ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),
 }
 

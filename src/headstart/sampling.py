@@ -38,7 +38,7 @@ class SamplingParams:
 
     ``temperature=0`` is greedy. ``max_tokens=None`` writes to the end of the context; 0 reads the prompt and writes
     nothing. ``logprobs=k`` returns the target's own log-probabilities (before any penalty or temperature) of each token
-    and of the k most likely ones; ``prompt_logprobs=k`` the same of the prompt's tokens (``Completion.prompt_logprobs``).
+    and of the k most likely ones; ``prompt_logprobs=k`` the same of the prompt's (``Completion.prompt_logprobs``).
 
     ``verification`` is the rule that keeps speculation lossless when sampling: "block" accepts the most, "token" is
     the classical rule, "coupled" gives the very tokens that plain decoding gives for the same seed. None is "coupled"

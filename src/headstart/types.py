@@ -129,6 +129,8 @@ class Proposal:
 
     ``paid`` matters where a drafter is ``free`` as a whole: this guess cost time for every token and was asked for by
     length beforehand (``PortfolioDrafter`` says it of its costly half), so it is not looked at again, and not cut.
+
+    ``predicted``: copied from the request's ``prediction``, so that it costs nothing whoever drafts otherwise.
     """
 
     tokens: tuple[int, ...]
@@ -137,12 +139,15 @@ class Proposal:
     draw: Draw = "point"
     strength: int = 0
     paid: bool = False
+    predicted: bool = False
 
     @staticmethod
-    def chain(tokens: Sequence[int], q: torch.Tensor | None = None, strength: int = 0) -> Proposal:
+    def chain(
+        tokens: Sequence[int], q: torch.Tensor | None = None, strength: int = 0, *, predicted: bool = False
+    ) -> Proposal:
         """A proposal with one branch."""
-        n = len(tokens)
-        return Proposal(tuple(tokens), tuple(range(-1, n - 1)), q, "point" if q is None else "iid", strength)
+        draw: Draw = "point" if q is None else "iid"
+        return Proposal(tuple(tokens), tuple(range(-1, len(tokens) - 1)), q, draw, strength, predicted=predicted)
 
     def cut(self, n: int) -> Proposal | None:
         """The first n tokens; parents stand before their children, so a tree stays one. None: nothing is left.
@@ -198,6 +203,7 @@ class Round:
     drafter: str = ""
     paid: bool = False  # see ``Proposal``
     catch_up_seconds: float = 0.0  # of the whole round: the drafter read what it lacked (a prompt, say)
+    predicted: bool = False  # see ``Proposal``
 
 
 @dataclass(frozen=True)
@@ -252,6 +258,8 @@ class Stats(Accepting):
     first_token_seconds: float = 0.0  # from submit to the first token, the time in the line included; 0: there is none
     drafts: int = 0  # rounds in which something was drafted
     acceptance_histogram: tuple[int, ...] = ()  # in how many of them 0, 1, 2 ... tokens were accepted
+    predicted: int = 0  # of the drafted tokens, those copied from the request's prediction ...
+    predicted_accepted: int = 0  # ... and of these the accepted ones
 
     @property
     def acceptance_length(self) -> float:

@@ -291,7 +291,7 @@ def logprobs_along(
 def logprob_tensors(
     logits: torch.Tensor, tokens: Seq[int], top: int, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities [n] of ``tokens`` by logits [n, V]; and of the ``top`` most likely ones, with their ids [n, top].
+    """Log-probabilities [n] of ``tokens`` by logits [n, V]; of the ``top`` most likely ones, and their ids [n, top].
 
     Nothing here waits for the device.
     """

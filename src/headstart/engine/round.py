@@ -154,6 +154,7 @@ def _records(context: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int]
             strength=proposal.strength if proposal is not None else 0,
             drafter=drafter,
             paid=proposal is not None and proposal.paid,
+            predicted=proposal is not None and proposal.predicted,
         )
         if kept[i]:
             sequence.tally.add(record)

@@ -156,8 +156,8 @@ class Sequence:
         self.prompt_logprobs[place:] = logprobs
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Finish from outside: an abort, a failure, or a prompt without an answer (``max_tokens=0``). What was held back
-        as a possible stop string is let go."""
+        """Finish from outside: an abort, a failure, or a prompt without an answer (``max_tokens=0``). What was held
+        back as a possible stop string is let go."""
         if self.finished:
             return
         text = ""

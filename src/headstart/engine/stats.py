@@ -43,6 +43,9 @@ class Tally:
             sums["drafts"] += 1
             self._accepted += [0] * (r.accepted + 1 - len(self._accepted))
             self._accepted[r.accepted] += 1
+        if r.predicted:
+            sums["predicted"] += r.drafted
+            sums["predicted_accepted"] += r.accepted
         if not r.prefill:
             sums["decode_tokens"] += r.emitted
             sums["decode_seconds"] += r.round_seconds

@@ -26,7 +26,10 @@ _FAMILIES: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
         ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
         ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>"),
     ),
-    (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), ()),  # DeepSeek-coder
+    (
+        ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+        (),
+    ),  # DeepSeek-coder
     (("▁<PRE>", "▁<SUF>", "▁<MID>"), ("▁<EOT>",)),  # CodeLlama
 )
 _MARK = "\u263a"  # stands before a text so that a tokenizer puts no space of its own there

@@ -94,7 +94,8 @@ def said_in_text(
     ``text_offset`` counts the characters of the tokens as they are spelt one by one. The likeliest tokens of a place
     include its own, as OpenAI's do. Of two that are spelt alike (parts of characters) the likelier is told.
     """
-    tokens, values, tops, offsets = [], [], [], []
+    tokens, offsets = list[str](), list[int]()
+    values, tops = list[float | None](), list[dict[str, float] | None]()
     for token, known in logprobs:
         tokens.append(spelling.spell(token))
         offsets.append(at)

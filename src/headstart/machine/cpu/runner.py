@@ -150,7 +150,7 @@ class CpuRunner(Watched, ModelRunner):
         widths = [len(tokens) for _, tokens in pieces]
         found = torch.empty(sum(widths), self.vocab_size)
         self._read(pieces, found, keep=-1)
-        return list(found.split(widths))
+        return list(torch.split(found, widths))
 
     def _read(self, pieces: Pieces, logits: Tensor, keep: int) -> None:
         """``keep``: logits of so many tokens of each piece, its last; -1: of all."""
