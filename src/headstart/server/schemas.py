@@ -8,9 +8,10 @@ default (``Harmless``); every other unknown or unmet field is refused by name. N
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model, model_validator
 
 from ..sampling import MAX_LOGPROBS, MAX_N, SamplingParams, Verification
 from .errors import Refused
@@ -87,31 +88,32 @@ class Message(_Record):
         return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
 
 
-class _Sampled(_Record):
-    """What both kinds of completions share."""
+def _one_value_each() -> dict[str, Any]:
+    """Sampling parameters that are one number or one flag, under their own names."""
+    here = {float: _Number, int: _Count, bool: StrictBool}
+    found = {}
+    for name, kind in get_type_hints(SamplingParams).items():
+        [first, *others] = get_args(kind) or (kind,)
+        if first in here and set(others) <= {type(None)}:
+            found[name] = (here[first] | None, None)
+    return found
+
+
+_Parameters: Any = create_model("_Parameters", __base__=_Record, **_one_value_each())
+
+
+class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of SamplingParams
+    """What both kinds of completions share: sampling parameters, and how the answer is sent. Here are those that have
+    another shape or other bounds than one value of ``SamplingParams``."""
 
     model: str | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[_Count, Field(ge=1, le=MAX_N)] | None = None
     stop: str | list[str] | None = None
-    seed: _Count | None = None
-    temperature: _Number | None = None
-    top_p: _Number | None = None
-    presence_penalty: _Number | None = None
-    frequency_penalty: _Number | None = None
     logit_bias: dict[str, _Number] | None = None
-    max_tokens: _Count | None = None
-    # vLLM's
-    top_k: _Count | None = None
-    min_p: _Number | None = None
-    repetition_penalty: _Number | None = None
-    min_tokens: _Count | None = None
-    ignore_eos: StrictBool | None = None
     stop_token_ids: list[_Count] | None = None
     prompt_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    # ours
-    speculate: StrictBool | None = None
     verification: Verification | None = None
     statistics: StrictBool | None = None  # of speculation, in the answer
     origins: StrictBool | None = None  # where each token came from, in the stream
@@ -132,20 +134,14 @@ class _Sampled(_Record):
         return kept
 
     def _params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
-        given = {
-            name: getattr(self, name)
-            for name in (
-                *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-                *("repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "seed", "n"),
-                *("prompt_logprobs", "speculate", "verification"),
-            )
-        } | more
+        apart = ("max_tokens", "logprobs", "logit_bias")
+        given = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name not in apart}
         bias = None
         if self.logit_bias is not None:
             if not all(token.isdecimal() for token in self.logit_bias):
                 raise Refused(400, "logit_bias: its keys are token ids, as text", "logit_bias")
             bias = {int(token): value for token, value in self.logit_bias.items()}
-        kept = {name: value for name, value in given.items() if value is not None}
+        kept = {name: value for name, value in (given | more).items() if value is not None}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias, **kept)
 
     @property
