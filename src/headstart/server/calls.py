@@ -6,16 +6,15 @@ an answer that nobody reads.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..api import LLM
 from ..async_api import AsyncLLM
-from ..engine.inbox import Reader
-from ..types import Completion, Piece, SamplingParams
+from ..engine.inbox import Reader, together
+from ..types import Completion, SamplingParams
 from .answers import Chats, Prompt, Texts, Writer
 from .errors import Refused
 from .figures import Spelling
@@ -63,7 +62,7 @@ class Call:
         try:
             for chunk in writer.first(writer.n * len(readers)):
                 yield chunk
-            async for number, pieces in _together(readers):
+            async for number, pieces in together(readers):
                 reader, prompt = readers[number], None
                 if writer.echo is not None:
                     prompt = Prompt(reader.prompt_token_ids, reader.prompt_logprobs)
@@ -146,31 +145,3 @@ def _answers(readers: Sequence[Reader]) -> list[Completion]:
         if choice.finish_reason in ("error", "abort"):
             raise Refused(500, choice.error or "the request was stopped by the server", code="generation_failed")
     return found
-
-
-async def _together(readers: Sequence[Reader]) -> AsyncIterator[tuple[int, list[Piece]]]:
-    """The rounds of several answers as they come, each with its number. One who does not take them is not waited for
-    by the engine: the pieces stay with their reader, which gives up when they are too many."""
-    if len(readers) == 1:
-        async for pieces in readers[0].rounds(failing=False):
-            yield 0, pieces
-        return
-    found: asyncio.Queue[tuple[int, list[Piece]] | None] = asyncio.Queue(1)
-
-    async def read(number: int) -> None:
-        async for pieces in readers[number].rounds(failing=False):
-            await found.put((number, pieces))
-
-    async def all_of_them() -> None:
-        try:
-            await asyncio.gather(*map(read, range(len(readers))))
-        finally:
-            await found.put(None)
-
-    task = asyncio.create_task(all_of_them())
-    try:
-        while (item := await found.get()) is not None:
-            yield item
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

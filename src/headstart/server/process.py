@@ -1,0 +1,160 @@
+"""The life of a server's process and of its connections: signals, draining, and how long anybody is waited for.
+
+Knows: uvicorn, signals, sockets that do not move. Does not know: routes, or what is computed.
+
+The first SIGTERM or Ctrl-C: nothing more is taken in (503, and ``/ready`` says so), what runs comes to its end. What
+still runs when the time to drain is over is stopped, and its clients are told. The second one ends the process at once.
+A process whose engine died says so for a moment (``/health``), and ends with an error, so that it is started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar, Protocol
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import EngineStopped
+
+__all__ = ["Connection", "Draining", "Server", "run"]
+
+PATIENCE = 60.0  # seconds
+KEEP_ALIVE = (
+    75  # seconds: clients give up their idle connections sooner, so that none is closed while it is taken up again
+)
+LAST_BYTES = 5  # seconds: for streams that have ended, or were stopped, and are still being read
+MOURNING = (
+    5.0  # seconds that a server whose engine died says so before it ends: those who watch it look every few seconds
+)
+
+
+class Draining(Protocol):
+    """What a server's process must know of what it serves."""
+
+    stopping: bool  # set here: nothing more is taken in
+
+    @property
+    def idle(self) -> bool: ...  # nothing runs and nothing waits
+
+    @property
+    def failure(self) -> BaseException | None: ...  # what the engine died of
+
+    async def close(self, drain: float) -> None: ...  # what still runs after so many seconds is stopped
+
+
+class Connection(H11Protocol):
+    """One connection. It is cut when the other side is waited for too long: to send the rest of its request, or to read
+    what was written. Whoever waits for its answer is never cut."""
+
+    patience: ClassVar[float] = PATIENCE
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._request = _Deadline(self, transport)  # the rest of it must come
+        self._reading = _Deadline(self, transport)  # of what was written must go on
+        self._request.set()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            if not self._request.is_set:  # all headers together have that time: a byte now and then does not extend it
+                self._request.set()
+        elif self.conn.their_state is h11.SEND_BODY:
+            self._request.set()
+        else:
+            self._request.clear()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading.set()
+
+    def resume_writing(self) -> None:
+        self._reading.clear()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request.clear()
+        self._reading.clear()
+        super().connection_lost(exc)
+
+
+class _Deadline:
+    """The connection is cut unless this is cleared in time, or set anew."""
+
+    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self._call = partial(connection.loop.call_later, connection.patience, transport.abort)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._timer is not None
+
+    def set(self) -> None:
+        self.clear()
+        self._timer = self._call()
+
+    def clear(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+
+class Server(uvicorn.Server):
+    """Drains on the first signal, ends at once on the second."""
+
+    def __init__(self, config: uvicorn.Config, service: Draining, drain: float, mourning: float = MOURNING) -> None:
+        super().__init__(config)
+        self._service, self._drain, self._mourning = service, drain, mourning
+        self._end: float | None = None  # by then it stops, whatever runs
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.stopping:
+            os._exit(128 + sig)  # nothing is left to be saved, and whatever hangs must not keep it
+        self.drain()
+        if sig == signal.SIGINT:
+            self._captured_signals.append(sig)  # raised again at the end; SIGTERM that was obeyed is no failure
+
+    def drain(self) -> None:
+        """Take nothing more in, and end when what runs has ended."""
+        self._service.stopping = True
+        self._end = time.monotonic() + self._drain
+
+    async def on_tick(self, counter: int) -> bool:
+        if await super().on_tick(counter):
+            return True
+        if self._end is None and self._service.failure is not None:
+            self._end = time.monotonic() + self._mourning
+        if self._end is None:
+            return False
+        return (self._service.stopping and self._service.idle) or time.monotonic() >= self._end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stopping = True
+        if not self._service.idle:
+            await self._service.close(0)  # its clients are told before their connections are closed
+        left = 0.0 if self._end is None else self._end - time.monotonic()
+        self.config.timeout_graceful_shutdown = max(LAST_BYTES, round(left))
+        await super().shutdown(sockets)
+
+
+def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MOURNING) -> None:
+    """Serve an app of ``create_app`` on a socket, as said above. ``EngineStopped``: the engine died."""
+    service: Draining = app.state.service
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE,
+        h11_max_incomplete_event_size=64 * 1024,  # of headers
+    )
+    Server(config, service, drain, mourning).run(sockets=[listener])
+    if service.failure is not None:
+        raise EngineStopped(f"the engine died of {type(service.failure).__name__}: {service.failure}")
