@@ -96,14 +96,16 @@ class AsyncLLM:
         id: str | None = None,
         prediction: str | None = None,
         buffer: int | None = BUFFER,
+        wait: bool = False,
     ) -> Reader:
         """Put a request in the line. The ``Reader`` is read by ``async for``, piece by piece, or by ``rounds``.
 
-        ``EngineBusy``: the line is full. ``EngineStopped``: the thread that computes died, or this is closed.
+        ``EngineBusy``: the line is full; ``wait``: for a place in it. ``EngineStopped``: the thread that computes died,
+        or this is closed.
         ``buffer``: how many pieces may lie unread before the request is aborted; None: all of them.
         """
         request = await self.request(prompt, params, id=id, prediction=prediction)
-        return self._inbox.submit(request, buffer=buffer)
+        return await self._entered(request, buffer) if wait else self._inbox.submit(request, buffer=buffer)
 
     async def request(
         self,
@@ -165,7 +167,7 @@ class AsyncLLM:
         readers: list[Reader] = []
         try:
             for request in requests:
-                readers.append(await self._entered(request))
+                readers.append(await self._entered(request, None))
             for reader in readers:
                 async for _ in reader.rounds(failing=alone):
                     pass
@@ -175,11 +177,11 @@ class AsyncLLM:
         found: list[Completion] = [reader.completion() for reader in readers]
         return found[0] if alone else found
 
-    async def _entered(self, request: Request) -> Reader:
+    async def _entered(self, request: Request, buffer: int | None) -> Reader:
         """Submit as soon as there is a place in the line."""
         while True:
             async with self._line.place(request.params.n):
                 try:
-                    return self._inbox.submit(request, buffer=None)
+                    return self._inbox.submit(request, buffer=buffer)
                 except EngineBusy:  # somebody who does not wait was quicker
                     continue

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .batch import batch
 from .chat import chat
 from .commands import Command, Commands
 from .demo import demo
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, serve, demo, distill):
+for function in (generate, chat, serve, batch, demo, distill):
     app.command(cls=Command)(spread(function, env="HEADSTART_" if function is serve else ""))
 
 

@@ -16,7 +16,7 @@ from ..errors import InvalidParameter, MissingExtra
 from .options import ModelOptions, section
 from .screen import note, what_runs
 
-__all__ = ["serve"]
+__all__ = ["bound", "serve", "served_name"]
 
 _serving = section("Serving")
 KEY = "HEADSTART_API_KEY"
@@ -91,7 +91,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     from ..server.app import Settings, create_app
     from ..server.process import run
 
-    name = server.served_model_name or Path(model.model or "smollm2-135m-instruct").name
+    name = served_name(server.served_model_name, model)
     hosts = [*Settings.allowed_hosts, server.host, *(server.allowed_host or ())]
     settings = Settings(
         model=name,
@@ -106,6 +106,11 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     host = f"[{server.host}]" if ":" in server.host else server.host
     note(f"serving {name} on http://{host}:{listener.getsockname()[1]}/v1" + ("" if key else " without an API key"))
     run(create_app(AsyncLLM(llm), settings), listener, drain=server.drain)
+
+
+def served_name(given: str | None, model: ModelOptions) -> str:
+    """What clients call the model."""
+    return given or Path(model.model or "smollm2-135m-instruct").name
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -29,6 +29,7 @@ except ImportError:  # Windows
     _fcntl = None  # type: ignore[assignment]
 
 __all__ = [
+    "claim",
     "hold",
     "in_use",
     "locked",
@@ -245,6 +246,11 @@ def _still(lock: Path, file: int) -> bool:
     except OSError:
         return False
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def claim(file: int) -> bool:
+    """Take an open file for this process alone, until it is closed; False: another has it. Waits for nothing."""
+    return _FCNTL is None or _try(file, _FCNTL.LOCK_EX) is not False
 
 
 def hold(file: int) -> None:

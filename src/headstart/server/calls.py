@@ -13,7 +13,7 @@ from typing import Any
 
 from ..api import LLM
 from ..async_api import AsyncLLM
-from ..engine.inbox import Reader, together
+from ..engine.inbox import BUFFER, Reader, together
 from ..types import Completion, SamplingParams
 from .answers import Chats, Prompt, Texts, Writer
 from .errors import Refused
@@ -34,13 +34,16 @@ class Call:
     stream: bool
     usage: bool  # at the end of a stream
 
-    async def submit(self, llm: AsyncLLM) -> list[Reader]:
-        """All of its requests, or none: ``EngineBusy`` where the line is full."""
+    async def submit(self, llm: AsyncLLM, *, wait: bool = False) -> list[Reader]:
+        """All of its requests, or none: ``EngineBusy`` where the line is full; ``wait``: for places in it."""
         readers: list[Reader] = []
+        buffer = BUFFER if self.stream else None  # whole answers are read one after the other
         try:
             for i, prompt in enumerate(self.prompts):
                 name = f"{self.writer.id}-{i}"
-                readers.append(await llm.submit(prompt, self.params, id=name, prediction=self.prediction))
+                readers.append(
+                    await llm.submit(prompt, self.params, id=name, prediction=self.prediction, buffer=buffer, wait=wait)
+                )
         except BaseException:
             _close(readers)
             raise

@@ -5,6 +5,7 @@ Knows: which fault is whose. Does not know: routes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from ..errors import EngineBusy, EngineStopped, HeadstartError, InvalidParameter, PromptTooLong
 
-__all__ = ["Refused", "body", "described", "install"]
+__all__ = ["Refused", "body", "described", "install", "misfit"]
 
 RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
 _KINDS = {"str", "int", "float", "bool"}
@@ -31,7 +32,13 @@ class Refused(Exception):
 
 def body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    param = None if field is None else _sendable(field)
+    return {"error": {"message": _sendable(message), "type": kind, "param": param, "code": code}}
+
+
+def _sendable(text: str) -> str:
+    """Half a character, which JSON can spell and UTF-8 cannot, is spelt again."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def described(error: Exception) -> Refused:
@@ -49,6 +56,15 @@ def described(error: Exception) -> Refused:
     if isinstance(error, HeadstartError):
         return Refused(500, str(error))
     return Refused(500, "something went wrong inside the server; its log says what")
+
+
+def misfit(error: Any, place: Sequence[int | str]) -> Refused:
+    """One of pydantic's errors; ``place``: where in the body."""
+    parts = [str(part) for part in place]
+    kinds = [i for i, part in enumerate(parts) if part in _KINDS or "[" in part]  # one of several that may stand there
+    field = ".".join(parts[: kinds[0]] if kinds else parts) or None
+    said = "is of a kind that cannot stand here" if kinds else _said(error)
+    return Refused(400, f"{field or 'the body'}: {said}", field)
 
 
 def answer(error: Refused) -> JSONResponse:
@@ -69,13 +85,7 @@ def install(app: Any) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return answer(Refused(400, f"the body is not JSON: {first['ctx']['error']}"))
-        place = [str(part) for part in first["loc"][1:]]
-        kinds = [
-            i for i, part in enumerate(place) if part in _KINDS or "[" in part
-        ]  # one of several that may stand there
-        field = ".".join(place[: kinds[0]] if kinds else place) or None
-        said = "is of a kind that cannot stand here" if kinds else _said(first)
-        return answer(Refused(400, f"{field or 'the body'}: {said}", field))
+        return answer(misfit(first, first["loc"][1:]))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

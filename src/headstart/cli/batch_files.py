@@ -1,0 +1,206 @@
+"""The files of a batch: what is asked, line by line, and what was answered, so that a job that was stopped goes on.
+
+Knows: which line of the output answers which line of the input, and that nothing may be half-written. Does not know:
+what the lines ask, or models; it needs nothing that takes long to import.
+
+A record's id is made of the model and of its line in the input. So the output itself says what is done, and what in it
+belongs to another input or model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import HeadstartError, InvalidParameter
+from ..machine.files import claim
+
+__all__ = ["Line", "Questions", "Records", "check_apart", "fingerprint"]
+
+_OPENING = b'{"id":"batch_req_'
+_PROBE = 65536  # bytes at the beginning and the end of a model's files that tell it from others
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the input."""
+
+    number: int  # from 1
+    start: int  # bytes before it
+    length: int
+    id: str  # of the record that answers it
+
+
+def fingerprint(model: str | None, *settings: str | None) -> str:
+    """What tells a model from others, wherever its files lie; by its name alone, if it is none of this disk's."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    path = Path(model) if model is not None else None
+    if path is None or not path.exists():
+        digest.update(f"name {model}".encode())
+        return digest.hexdigest()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.is_file():
+            continue
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            digest.update(f"{file.name} {size}".encode() + opened.read(_PROBE))
+            opened.seek(max(0, size - _PROBE))
+            digest.update(opened.read(_PROBE))
+    return digest.hexdigest()
+
+
+def check_apart(asked: str, answered: str) -> None:
+    """Refuse to write the answers over the questions."""
+    if "-" not in (asked, answered) and os.path.exists(answered) and os.path.samefile(asked, answered):
+        raise InvalidParameter("output", f"is the file that is read: {answered}")
+
+
+class Questions:
+    """The input. ``path``: "-" is standard input."""
+
+    def __init__(self, path: str, fingerprint: str) -> None:
+        self.name = "standard input" if path == "-" else path
+        self._file: IO[bytes] = _spooled() if path == "-" else _opened(path)
+        try:
+            self.lines = list(self._scan(fingerprint))
+            if not self.lines:
+                raise InvalidParameter("input", f"holds nothing: {self.name} is empty")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, line: Line) -> tuple[int, bytes]:
+        """Its number, and what it says."""
+        self._file.seek(line.start)
+        return line.number, self._file.read(line.length)
+
+    def _scan(self, fingerprint: str) -> Iterator[Line]:
+        """The lines that are not empty. Two that have one name are refused before anything is computed."""
+        named: dict[str, int] = {}
+        start = 0
+        for number, text in enumerate(self._file, start=1):
+            content = text.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else text.strip()
+            if content:
+                name = _custom_id(content)
+                if name is not None and (other := named.setdefault(name, number)) != number:
+                    raise InvalidParameter("input", f"has the custom_id {name!r} twice, in lines {other} and {number}")
+                key = f"{fingerprint} {number} ".encode() + content
+                offset = start + text.index(content)
+                yield Line(number, offset, len(content), f"batch_req_{hashlib.sha256(key).hexdigest()[:32]}")
+            start += len(text)
+
+
+class Records:
+    """The output. ``path``: "-" is standard output, which cannot be gone on with."""
+
+    def __init__(self, path: str, lines: list[Line]) -> None:
+        self.done: set[str] = set()  # ids
+        self.failed = 0  # of these
+        self._path, self._file = path, sys.stdout.fileno() if path == "-" else _writable(path)
+        self._end: int | None = None  # bytes that are whole; None: it cannot be taken back
+        if not stat.S_ISREG(os.fstat(self._file).st_mode) or path == "-":
+            return
+        try:
+            with open(path, "rb") as file:
+                self._end = self._taken(file, {line.id for line in lines})
+            os.truncate(path, self._end)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def add(self, line: Line, record: dict[str, Any]) -> None:
+        """Write a record, whole or not at all."""
+        self._count(line.id, record)
+        text = json.dumps({"id": line.id} | record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            rest = memoryview(text)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except BaseException:
+            if self._end is not None:
+                with suppress(OSError):
+                    os.truncate(self._path, self._end)
+            raise
+        if self._end is not None:
+            self._end += len(text)
+
+    def close(self) -> None:
+        if self._path != "-":
+            with suppress(OSError):  # some disks cannot
+                os.fsync(self._file)
+            os.close(self._file)
+
+    def _taken(self, file: IO[bytes], known: set[str]) -> int:
+        """Take what is there as done. How many bytes of it are whole."""
+        end = 0
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n") and text[: len(_OPENING)] == _OPENING[: len(text)]:
+                break  # a record that was cut off when its process was killed
+            end += len(text)
+            try:
+                record = json.loads(text)
+                name, again = record["id"], record["id"] in self.done
+                self._count(name, record)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                where = f"line {number} of {self._path} is no record of a batch"
+                raise InvalidParameter("output", f"holds something else: {where}; choose another file") from None
+            if name not in known or again:
+                where = f"custom_id {record.get('custom_id')!r:.100}, line {number} of {self._path}"
+                raise InvalidParameter(
+                    "output",
+                    f"holds answers to another input, or of another model ({where}): choose another file, or delete it",
+                )
+        return end
+
+    def _count(self, name: str, record: dict[str, Any]) -> None:
+        response = record["response"]
+        self.failed += response is None or response["status_code"] != 200
+        self.done.add(name)
+
+
+def _custom_id(line: bytes) -> str | None:
+    """None: it has none that could be doubled; what is wrong with it is said in its record."""
+    try:
+        name = json.loads(line)["custom_id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _opened(path: str) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise InvalidParameter("input", f"cannot be read: {error.strerror} ({path})") from None
+
+
+def _spooled() -> IO[bytes]:
+    """Standard input, to be read more than once."""
+    kept = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the job
+    while piece := sys.stdin.buffer.read(1 << 20):
+        kept.write(piece)
+    kept.seek(0)
+    return kept
+
+
+def _writable(path: str) -> int:
+    try:
+        file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+    except OSError as error:
+        raise InvalidParameter("output", f"cannot be written: {error.strerror} ({path})") from None
+    if not claim(file):
+        os.close(file)
+        raise HeadstartError(f"another process writes to {path}: wait for it, or choose another file")
+    return file

@@ -1,0 +1,46 @@
+"""JSON from strangers: text that may be anything becomes values, or a sentence.
+
+Knows: JSON, and how deep it may be. Does not know: what it says.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+__all__ = ["MAX_DEPTH", "parsed"]
+
+MAX_DEPTH = 32  # lists and objects inside each other; a conversation of parts has five
+
+
+def parsed(text: bytes) -> Any:
+    """The values. ValueError, with a sentence, for what is no JSON or too deep."""
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg[:1].lower()}{error.msg[1:]} (character {error.pos})") from None
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        _check_depth(found)
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
