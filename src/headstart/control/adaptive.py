@@ -269,7 +269,7 @@ class AdaptiveController:
 
     def _paid(self, guess: Proposal | Round) -> bool:
         """Was its length settled before it was drafted, because its tokens cost time?"""
-        return guess.paid or not self.free
+        return guess.paid or not (self.free or guess.predicted)
 
     def _line(self, rows: int) -> tuple[float, float]:
         """Seconds that any draft takes, and more for each of its tokens."""

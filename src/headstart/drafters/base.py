@@ -128,6 +128,8 @@ class Drafter(ABC):
     #: True when q comes straight from the sampler that drew the tokens (``draft_sampler``): its shape is still
     #: checked in every round, but no longer whether its values are a distribution.
     sound_q: bool = False
+    #: True when it drafts from ``view.prediction`` itself; else that is done for it, before it is asked.
+    reads_predictions: bool = False
     #: True when drafting runs a model on torch, which then keeps its threads whatever the target runs on.
     needs_torch: bool = False
 

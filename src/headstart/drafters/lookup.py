@@ -1,6 +1,7 @@
 """Draft by copying: what followed the last time the text went like this?
 
-Knows: the tokens of each sequence, and the text its caller expects (``prediction``). Does not know: any model.
+Knows: the tokens of each sequence, and when the text its caller expects is the better guess (``prediction.py`` knows
+that text). Does not know: any model.
 
 The longest suffix of the text that occurred before is looked up in a suffix automaton, which grows with the text. The
 guess is what followed its latest occurrence. Answers that repeat the prompt (edits, summaries, questions over a
@@ -11,19 +12,15 @@ how far to trust it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from ..errors import InvalidParameter
-from ..maths.limits import LONG_MATCH, MAX_STRENGTH
+from ..maths.limits import MAX_STRENGTH
 from ..types import DraftView, Proposal
 from .base import Drafter
+from .prediction import PredictionDrafter
 from .suffix import SuffixAutomaton
 
 __all__ = ["LookupDrafter"]
-
-MAX_PREDICTION = 32_768  # tokens of a prediction that are looked at: it comes from outside
-_SEPARATOR = -1  # between prediction and prompt; equal to no token, so no match crosses it
-_PREDICTION_STRENGTH = LONG_MATCH  # of the guess that an answer begins as its caller expects: likely, not sure
 
 
 class LookupDrafter(Drafter):
@@ -31,6 +28,7 @@ class LookupDrafter(Drafter):
 
     name = "lookup"
     free = True
+    reads_predictions = True
 
     def __init__(self, min_match: int = 1) -> None:
         """``min_match``: the shortest match worth a guess.
@@ -43,35 +41,37 @@ class LookupDrafter(Drafter):
             raise InvalidParameter("min_match", f"must be at least 1, not {min_match}")
         self.min_match = min_match
         self._indexes: dict[str, SuffixAutomaton] = {}
+        self._predictions = PredictionDrafter(min_match)
 
     def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
         return [self._guess(view, budget) if budget > 0 else None for view, budget in zip(views, budgets, strict=True)]
 
     def release(self, sequence_id: str) -> None:
         self._indexes.pop(sequence_id, None)
+        self._predictions.release(sequence_id)
 
     def reset(self) -> None:
         self._indexes.clear()
+        self._predictions.reset()
 
     def _guess(self, view: DraftView, budget: int) -> Proposal | None:
+        """What speaks for itself by the longer match, the text so far or the prediction."""
+        expected = self._predictions.guess(view, budget)
         index = self._index(view)
-        found = index.matches()
-        if view.prediction and len(view.tokens) == view.prompt_length:
-            found = chain([(_PREDICTION_STRENGTH, -1)], found)  # -1: it stands at the very beginning
-        for length, end in found:
-            if length < self.min_match:
-                break
-            if draft := index.continuation(end, budget):  # empty behind the last token of the prediction
-                return Proposal.chain(draft, strength=min(length, MAX_STRENGTH))
-        return None
+        length, end = next(index.matches(), (0, -1))
+        strength = min(length, MAX_STRENGTH)
+        if expected is not None and len(view.tokens) == view.prompt_length:
+            return expected  # nothing was said yet that the prompt could be like
+        if strength < self.min_match or (expected is not None and strength < expected.strength):
+            return expected
+        if expected is not None and strength == expected.strength and end < view.prompt_length:
+            return expected  # what the answer itself said before wins over it, but not what the prompt says
+        return Proposal.chain(index.continuation(end, budget), strength=strength)
 
     def _index(self, view: DraftView) -> SuffixAutomaton:
         """The sequence's automaton, grown by what was committed since it was last asked for."""
-        ahead = min(len(view.prediction), MAX_PREDICTION) + 1 if view.prediction else 0
         index = self._indexes.get(view.id)
-        if index is None or len(index) - ahead > len(view.tokens):  # shorter than it was: another sequence
-            # The prediction stands before the prompt, so that what was really said wins where both match
-            index = SuffixAutomaton([*view.prediction[:MAX_PREDICTION], _SEPARATOR] if ahead else ())
-            self._indexes[view.id] = index
-        index.extend(view.tokens[len(index) - ahead :])
+        if index is None or len(index) > len(view.tokens):  # shorter than it was: another sequence
+            index = self._indexes[view.id] = SuffixAutomaton()
+        index.extend(view.tokens[len(index) :])
         return index

@@ -26,6 +26,7 @@ class PortfolioDrafter(Drafter):
     """``lookup`` beside another drafter."""
 
     free = True  # of its own budget: ``budgets`` decides how much of the costly drafter is worth its time
+    reads_predictions = True
 
     def __init__(self, costly: Drafter, budgets: Budgets, long_match: int = LONG_MATCH) -> None:
         """``budgets``: how many tokens the costly drafter may draft for each sequence, at most the given limits."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..config import MAX_GAMMA
 from ..control.controller import Controller
 from ..drafters.base import Drafter
+from ..drafters.prediction import PredictionDrafter
 from ..machine.model_runner import ModelRunner
 from .captured import CapturedRounds
 
@@ -32,6 +33,7 @@ class RoundContext:
     max_gamma: int = MAX_GAMMA
     captured: CapturedRounds | None = None  # rounds on the device, where there is one that can
     inactive: str | None = None  # why there is no speculation, for people
+    predictions: PredictionDrafter = field(default_factory=PredictionDrafter)  # beside a drafter that reads none
 
     @property
     def drafter_name(self) -> str:
@@ -53,6 +55,7 @@ class RoundContext:
 
     def tell_drafter(self, call: Callable[[Drafter], None]) -> None:
         """``Drafter.commit``, ``release`` or ``reset``, where there is a drafter."""
+        call(self.predictions)
         if self.drafter is not None:
             try:
                 call(self.drafter)

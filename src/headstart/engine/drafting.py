@@ -42,6 +42,10 @@ class HostDrafts:
             self._known, self._found = text, _draft(self._context, rows.sequences)
         return self._found
 
+    def predicted(self, rows: Rows) -> bool:
+        """Is there a guess from somebody's prediction, which the drafter itself would not make?"""
+        return any(guess is not None for guess in _predicted(self._context, rows.sequences))
+
     def likely(self, rows: Rows) -> bool:
         """Would there be a guess? One that costs time, or is drawn at random, is not made only to find that out."""
         context = self._context
@@ -70,24 +74,45 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
         return Drafted(nothing)
     try:
         started = perf_counter()
-        budgets = context.controller.budgets(sequences, limits)
-        if not any(budgets):
+        expected = _predicted(context, sequences)
+        budgets = context.controller.budgets(sequences, _rest(context, limits, expected))
+        if not any(budgets) and expected == nothing:
             return Drafted(nothing)
-        before = perf_counter()
-        context.drafter.catch_up([s for s, budget in zip(sequences, budgets, strict=True) if budget])
-        level = perf_counter()
-        found = checked(
-            context.drafter.propose(list(sequences), list(budgets)),
-            budgets,
-            width=context.runner.vocab_size,
-            device=context.runner.device,
-            sound_q=context.drafter.sound_q,
-        )
+        before = level = perf_counter()
+        found = nothing
+        if any(budgets):
+            context.drafter.catch_up([s for s, budget in zip(sequences, budgets, strict=True) if budget])
+            level = perf_counter()
+            found = checked(
+                context.drafter.propose(list(sequences), list(budgets)),
+                budgets,
+                width=context.runner.vocab_size,
+                device=context.runner.device,
+                sound_q=context.drafter.sound_q,
+            )
+        found = [mine if mine is not None else guess for mine, guess in zip(expected, found, strict=True)]
         found = context.controller.trim(sequences, found)
         return Drafted(found, perf_counter() - level + before - started, level - before)
     except Exception as error:
         context.drop_drafter(error)
         return Drafted(nothing)
+
+
+def _predicted(context: RoundContext, sequences: list[Sequence]) -> list[Proposal | None]:
+    """Guesses from predictions, beside a drafter that does not read them."""
+    if context.drafter is None or context.drafter.reads_predictions or not any(s.prediction for s in sequences):
+        return [None] * len(sequences)
+    most = [min(limit, context.max_gamma) for limit in _limits(context, sequences)]
+    return context.predictions.propose(sequences, most)
+
+
+def _rest(context: RoundContext, limits: list[int], expected: list[Proposal | None]) -> list[int]:
+    """What is left to the drafter. One that drafts on the device does not do so from the host, too, in a round that has
+    other guesses: that takes longer than the captured round after it."""
+    on_device = context.captured is not None and context.captured.drafting
+    if on_device and any(guess is not None for guess in expected):
+        return [0] * len(limits)
+    return [limit if guess is None else 0 for limit, guess in zip(limits, expected, strict=True)]
 
 
 def _limits(context: RoundContext, sequences: list[Sequence]) -> list[int]:

@@ -77,11 +77,15 @@ class OnDevice(Player):
         if rounds.in_flight:
             return True
         here = served(rows.sequences) and rounds.fits(rows.sequences, self._gamma)
-        return here and (rounds.drafting or not self._drafts.likely(rows))
+        return here and not self._guessed(rows)
+
+    def _guessed(self, rows: Rows) -> bool:
+        """Is there a guess from the host? The draft model on the device goes before all but predictions."""
+        return self._drafts.predicted(rows) or (not self._rounds.drafting and self._drafts.likely(rows))
 
     def play(self, rows: Rows) -> Outcome:
         def ahead() -> bool:
-            return rows.ahead and (self._rounds.drafting or not self._drafts.likely(rows))
+            return rows.ahead and not self._guessed(rows)
 
         return self._rounds.play(rows.sequences, self._gamma, ahead=ahead)
 
