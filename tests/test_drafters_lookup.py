@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.drafters.base import drafter_named
-from headstart.drafters.lookup import MAX_PREDICTION, LookupDrafter
+from headstart.drafters.lookup import LookupDrafter
 from headstart.drafters.suffix import SuffixAutomaton
 from headstart.errors import InvalidParameter
 from headstart.machine.runner import EagerRunner
@@ -116,22 +116,16 @@ def only(drafter: LookupDrafter, view: View, budget: int) -> Proposal | None:
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=25),
-    prediction=st.lists(st.integers(0, 3), max_size=12),
     budget=st.integers(0, 20),
     steps=st.lists(st.integers(1, 25), max_size=4),
 )
-def test_drafts_are_what_followed_the_longest_match(
-    text: list[int], prediction: list[int], budget: int, steps: list[int]
-) -> None:
+def test_drafts_are_what_followed_the_longest_match(text: list[int], budget: int, steps: list[int]) -> None:
     drafter = LookupDrafter()
-    view = View([], tuple(prediction))
+    view = View([])
     for length in sorted({min(step, len(text)) for step in [*steps, 25]}):
         view.tokens = text[:length]
         proposal = only(drafter, view, budget)
-        searched = [*prediction, -1, *view.tokens] if prediction else view.tokens
-        found = longest_match(searched)
-        while found is not None and searched[found[1] + 1] == -1:  # nothing follows: the next shorter one
-            found = next((m for m in all_matches(searched) if m[0] < found[0]), None)
+        found = longest_match(view.tokens)
         if budget == 0 or found is None:
             assert proposal is None
             continue
@@ -139,12 +133,9 @@ def test_drafts_are_what_followed_the_longest_match(
         assert proposal.is_chain
         assert proposal.draw == "point"
         assert proposal.strength == min(found[0], MAX_STRENGTH)
-        assert 1 <= len(proposal) <= budget
-        assert min(proposal.tokens) >= 0
-        rest = [*searched[found[1] + 1 :], *proposal.tokens]
-        assert list(proposal.tokens) == rest[: len(proposal)]
-        if -1 not in rest:  # nothing but the end of the prediction makes a draft short
-            assert len(proposal) == budget
+        assert len(proposal) == budget
+        assert list(proposal.tokens) == [*view.tokens[found[1] + 1 :], *proposal.tokens][:budget]
+        assert not proposal.predicted
 
 
 def test_a_loop_is_drafted_to_full_length() -> None:
@@ -158,41 +149,6 @@ def test_the_latest_of_two_occurrences_wins() -> None:
     proposal = only(LookupDrafter(), View([1, 2, 50, 1, 2, 60, 3, 1, 2]), 2)
     assert proposal is not None
     assert proposal.tokens == (60, 3)
-
-
-def test_an_answer_begins_as_predicted() -> None:
-    drafter = LookupDrafter()
-    view = View([5, 6, 1, 5, 6], prediction=(10, 11, 12, 13), prompt_length=5)
-    first = only(drafter, view, 3)
-    assert first is not None
-    assert first.tokens == (10, 11, 12)  # though the prompt has a match of its own
-    whole = only(drafter, view, 9)
-    assert whole is not None
-    assert whole.tokens == (10, 11, 12, 13)  # and not the separator
-    view.tokens = [5, 6, 1, 5, 6, 99, 11]
-    later = only(drafter, view, 9)
-    assert later is not None
-    assert later.tokens == (12, 13)
-    view.tokens = [5, 6, 1, 5, 6, 99, 11, 13]
-    assert only(drafter, view, 9) is None  # the prediction ends there, and nothing else matches
-
-
-def test_what_was_said_wins_over_the_prediction() -> None:
-    view = View([1, 2, 60, 3, 1, 2], prediction=(1, 2, 50), prompt_length=1)
-    proposal = only(LookupDrafter(), view, 1)
-    assert proposal is not None
-    assert proposal.tokens == (60,)
-
-
-def test_a_hostile_prediction_is_bounded() -> None:
-    drafter = LookupDrafter()
-    view = View([1, 2, 3], prediction=tuple(range(MAX_PREDICTION)) + (1, 2, 3, 4) * 50_000, prompt_length=1)
-    assert only(drafter, view, 4) is not None
-    assert indexed_tokens(drafter) == MAX_PREDICTION + 1 + 3
-    negative = View([1, 2, 3, 1], prediction=(-1, -7, 2), id="b", prompt_length=4)
-    proposal = only(drafter, negative, 4)
-    assert proposal is not None
-    assert min(proposal.tokens) >= 0
 
 
 def test_sequences_do_not_mix() -> None:

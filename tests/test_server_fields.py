@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ TEXT = "one two three one two"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    found = Server()
+    found = Server(llm={"gamma": 3})  # drafts in any case
     yield found
     assert found.llm.engine.idle
     found.close()
@@ -136,6 +137,54 @@ def test_statistics_in_vllms_shape(server: Server) -> None:
     assert (plain["num_spec_steps"], plain["acceptance_histogram"]) == (0, [])
     assert plain["mean_acceptance_length"] is plain["draft_acceptance_rate"] is None
     assert "metrics" not in asked(server, prompt="a", max_tokens=1)
+
+
+def test_a_prediction_is_counted(server: Server) -> None:
+    body = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    plain = asked(server, **body, speculate=False)
+    text = plain["choices"][0]["text"]
+    assert plain["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
+    rounds: list[Any] = []
+    for more in ({}, {"n": 2, "logprobs": 2}, {"presence_penalty": 1.5}, {"temperature": 0.8, "seed": 1}):
+        for expected in (text, text[:9] + "??" + text[11:]):
+            given = body | more | {"prediction": {"type": "content", "content": expected}}
+            rounds.clear()
+            with server.llm.listen(rounds.extend):
+                found = asked(server, **given)
+            copied = [r for r in rounds if r.predicted]
+            assert found["usage"]["completion_tokens_details"] == {
+                "accepted_prediction_tokens": sum(r.accepted for r in copied),
+                "rejected_prediction_tokens": sum(r.drafted - r.accepted for r in copied),
+            }
+            assert found["choices"] == asked(server, **body | more | {"speculate": False})["choices"]
+            if not more:
+                assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 8
+            whole = streamed(server, **given)
+            assert [whole[i] for i in range(len(whole))] == found["choices"]
+
+
+def test_origins_in_a_stream(server: Server) -> None:
+    """One for each token of each choice, in the chunk that has its log-probability, also while text is held back."""
+    body = {"prompt": "ab" * 12, "max_tokens": 30, "n": 3, "logprobs": 1, "ignore_eos": True, "temperature": 0.6}
+    body |= {"seed": 5, "origins": True, "stream": True}
+    ends: list[Any] = []
+    for stop in (None, ["zzzz", "qq~"]):
+        status, text = server.post("/v1/completions", body | {"stop": stop})
+        assert status == 200, text
+        for line in text.splitlines():
+            for part in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                assert len(part["origins"]) == len(part["logprobs"]["tokens"] if part["logprobs"] else ())
+        with server.llm.listen(ended=ends.append):
+            found = streamed(server, **body | {"stop": stop})
+        (own,) = ends[-1:]
+        assert [found[i]["origins"] for i in range(3)] == [list(choice.origins) for choice in own.choices]
+        assert "accepted" in found[0]["origins"] + found[1]["origins"] + found[2]["origins"]
+        assert [len(found[i]["logprobs"]["tokens"]) for i in range(3)] == [30] * 3
+    whole = asked(server, **body | {"stream": False})
+    assert all("origins" not in choice for choice in whole["choices"])
 
 
 FAMILIES = {

@@ -35,7 +35,7 @@ Prompts = Annotated[
     ),
 ]
 Raw = Annotated[bool, _input("--raw", help="Continue the prompt as it is, without the model's chat template.")]
-Prediction = Annotated[str | None, _input(of="TEXT", help="Text that you expect in the answer; lookup drafts from it.")]
+Prediction = Annotated[str | None, _input(of="TEXT", help="Text that you expect in the answer: it is drafted.")]
 Json = Annotated[bool, _output("--json", help="One JSON object a prompt, each on a line, instead of text.")]
 Logprobs = Annotated[int | None, _output(of="K", help="With --json: log-probabilities of the K likeliest tokens.")]
 MaxRows = Annotated[

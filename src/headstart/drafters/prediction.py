@@ -19,7 +19,7 @@ from .base import Drafter
 __all__ = ["MAX_PREDICTION", "Prediction", "PredictionDrafter"]
 
 MAX_PREDICTION = 32_768  # tokens of a prediction that are looked at: it comes from outside
-_BEHIND, _AHEAD = 512, 4096  # tokens around the place that was lost among which it is looked for
+_BEHIND, _AHEAD = 256, 2048  # tokens around the place that was lost among which it is looked for
 
 
 class Prediction:

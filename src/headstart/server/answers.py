@@ -159,10 +159,9 @@ class Texts(Writer):
         if self.echo is not None and index not in self._written:
             text = self.echo[number] + text
         known = [piece.logprob for piece in pieces if piece.logprob is not None]
-        logprobs = self._said(index, known, prompt) if self.logprobs else None
+        first = index not in self._written
+        logprobs = self._said(index, known, prompt) if self.logprobs and (known or first) else None
         self._written.setdefault(index, 0)
-        if logprobs is not None and not logprobs["tokens"]:
-            logprobs = None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason}
 
     def _said(self, index: int, logprobs: Sequence[TokenLogprob], prompt: Prompt | None) -> dict[str, Any]:

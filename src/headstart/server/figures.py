@@ -35,6 +35,9 @@ class Spelling:
 
 
 def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens of a prediction count where they were drafted: accepted ones are in the answer, rejected ones nowhere."""
+    stats = [choice.stats for answer in answers for choice in answer.choices]
+    accepted = sum(s.predicted_accepted for s in stats)
     prompt = sum(len(answer.prompt_token_ids) for answer in answers)
     written = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
     cached = sum(answer.choices[0].stats.cached_tokens for answer in answers)
@@ -43,6 +46,10 @@ def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(s.predicted for s in stats) - accepted,
+        },
     }
 
 
