@@ -278,6 +278,29 @@ def test_rows_share_one_width() -> None:
     assert all(p is not None for p in kept)
 
 
+@pytest.mark.parametrize("guessing", [1, 8])
+def test_guesses_that_could_not_pay_even_if_all_held_are_asked_for_less_often(guessing: int) -> None:
+    """One row of eight has a guess, and a wide round takes six plain ones: looking every round is time lost."""
+    controller = AdaptiveController(10, free=True)
+    views = [View(str(i)) for i in range(8)]
+    asked = 0
+    for _ in range(41):
+        budgets = controller.budgets(views, [8] * 8)
+        asked += any(budgets)
+        guesses = [Proposal.chain([1] * 8, strength=1) if b and i < guessing else None for i, b in enumerate(budgets)]
+        kept = [len(p) if p is not None else 0 for p in controller.trim(views, guesses)]
+        width = 1 + max(kept)
+        seconds = {1: 1.0}.get(width, 6.0)
+        record = replace(ROUND, rows=8, width=width, verify_seconds=seconds, round_seconds=seconds)
+        controller.observe(
+            [
+                replace(record, sequence=view.id, drafted=n, outcomes=(False,) * bool(n), strength=1)
+                for view, n in zip(views, kept, strict=True)
+            ]
+        )
+    assert asked <= 20 if guessing == 1 else asked > 35  # eight good guesses would pay: who knows when they come
+
+
 def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller = AdaptiveController(10)
     play(controller, holds=0.5, cost=FLAT, rounds=10)

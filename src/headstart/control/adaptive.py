@@ -9,38 +9,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, slowest_tokens, tau
+from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, slowest_tokens, tau, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Costs, DraftSeconds, low
 from .probes import Probes
+from .why import Figures
 
 __all__ = ["AdaptiveController"]
 
 log = logging.getLogger(__name__)
 
 _PLAIN, _PROBE, _PAYS = range(3)  # why the next round drafts or does not
-
-
-class _Figures(NamedTuple):
-    """Why nothing is drafted: put into words only when somebody asks."""
-
-    alpha: float
-    plain: float  # seconds
-    wider: float
-    draft: float
-    owing: bool  # it would pay, but drafts lost too much lately
-
-    def __str__(self) -> str:
-        even = break_even(self.wider + self.draft - self.plain, 1 / self.plain)
-        plain, wider, draft = (f"{seconds * 1e3:.3g} ms" for seconds in self[1:4])
-        means = "would pay, but what drafts cost lately is to be won back first" if self.owing else "does not pay now"
-        return (
-            f"drafting {means}: about {self.alpha:.0%} of first guesses hold, and {even:.0%} must: a plain "
-            f"round takes {plain}, one that verifies a drafted token {wider}, and {draft} to draft it"
-        )
 
 
 class AdaptiveController:
@@ -108,16 +89,18 @@ class AdaptiveController:
         self._drafted = False  # did the last round draft?
         self._resting, self._at_rest = 0, tuple[str, ...]()  # rounds without a decision, and of whom
         self._why = _PLAIN
-        self._figures: _Figures | str | None = None
+        self._figures: Figures | str | None = None
 
     def line(self, waiting: int) -> None:
         self._waiting = waiting
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         self._why = _PLAIN  # a round begins
-        if self.free:
-            return [min(limit, self.max_gamma) for limit in limits]  # decided in trim, when the guesses are known
-        return self.paid_budgets(views, limits)
+        if not self.free:
+            return self.paid_budgets(views, limits)
+        if self._rests(views):
+            return [0] * len(limits)
+        return [min(limit, self.max_gamma) for limit in limits]  # decided in trim, when the guesses are known
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         if self._cost_ratio is not None and self._cost_ratio >= self.TOO_LARGE:
@@ -126,14 +109,23 @@ class AdaptiveController:
                 f"reads for a token, and from {self.TOO_LARGE:.0%} on there is nothing to win"
             )
             return [0] * len(limits)
-        names = tuple(view.id for view in views)
-        if self._resting and names == self._at_rest:
-            self._resting -= 1
+        if self._rests(views):
             return [0] * len(limits)
         found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
-        if not any(found) and self._figures is not None and self._lengths is None:
-            self._resting, self._at_rest = self._probes.rest, names
+        if not any(found) and self._figures is not None:
+            self._rest(views, self._probes.rest)
         return found
+
+    def _rest(self, views: Sequence[DraftView], rounds: int) -> None:
+        """Decide nothing for so many rounds, while these rows and no others run: deciding takes time, too."""
+        if self._lengths is None:
+            self._resting, self._at_rest = rounds, tuple(view.id for view in views)
+
+    def _rests(self, views: Sequence[DraftView]) -> bool:
+        if not self._resting or tuple(view.id for view in views) != self._at_rest:
+            return False
+        self._resting -= 1
+        return True
 
     def _settled(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Budgets of drafts that cost time."""
@@ -170,6 +162,8 @@ class AdaptiveController:
         shortest = 1 if all(p is None or p.is_chain for p in proposals) else 2  # of a tree two, which may be siblings
         gamma = self._choose(views, chances, 0.0, 0.0)
         gamma = max(gamma, shortest) if gamma else 0
+        if not gamma and self._hopeless(chances):
+            self._rest(views, self._probes.LOOK)
         return [p.cut(gamma) if p is not None and cut else p for p, cut in zip(proposals, loose, strict=True)]
 
     def observe(self, rounds: Sequence[Round]) -> None:
@@ -310,7 +304,7 @@ class AdaptiveController:
         forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
         if not forwards or len(tokens) == 1:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        times = _with_draft(forwards, start, step)
+        times = with_draft(forwards, start, step)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
         lag = 0.0  # more that must hold of each row's first guess, so that the slowest ones do not lose
         if rows > 1 and not self._waiting:
@@ -333,8 +327,15 @@ class AdaptiveController:
             self._why = _PAYS
             return best if self._held or not step else 1  # the first drafts that cost time are short
         alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
-        self._say(_Figures(alpha, forwards[0], forwards[1], start + step, bool(best)))
+        self._say(Figures(alpha, forwards[0], forwards[1], start + step, bool(best)))
         return self._probe(forwards, start, step, left / rows, lag, rows)
+
+    def _hopeless(self, chances: Sequence[Sequence[float]]) -> bool:
+        """Would guesses like these not pay even if all of them held? Too few rows have any, or wide rounds are dear."""
+        tokens = round_tokens([[1.0] * len(each) for each in chances])
+        forwards = self._costs.forwards(len(chances), len(tokens))
+        least = self.WORTH_IT * tokens[0] / forwards[0] if forwards else 0.0
+        return self._probes.tried and all(t < least * each for t, each in zip(tokens, forwards, strict=False))
 
     def _once(self, rows: int, start: float, step: float) -> tuple[float, float]:
         """Seconds of reading what the drafter missed, and of all that it takes to begin."""
@@ -346,7 +347,7 @@ class AdaptiveController:
         ``_choose``."""
         if step:
             start, step = self._doubted(rows)
-        times = _with_draft(forwards, start, step)
+        times = with_draft(forwards, start, step)
         _, once = self._once(rows, start, step)
         self._enough = break_even(times[1] - times[0], 1 / times[0]) + lag
         cost, worth = (times[1] + once) / times[0] - 1, self._worth(times, left)
@@ -379,7 +380,7 @@ class AdaptiveController:
         most = view.params.max_tokens
         return expected if most is None else min(expected, most - written)
 
-    def _say(self, figures: _Figures | str | None) -> None:
+    def _say(self, figures: Figures | str | None) -> None:
         before, self._figures = self._figures, figures
         if (figures is None) != (before is None):
             log.info("no speculation: %s", figures) if figures is not None else log.info("speculation is back")
@@ -392,8 +393,3 @@ class AdaptiveController:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
         return max(emitted / seconds, self._rows / table[0][1]), max(0.0, slope(table))
-
-
-def _with_draft(forwards: Sequence[float], start: float, step: float) -> list[float]:
-    """Seconds of rounds by their draft length, drafting included."""
-    return [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]

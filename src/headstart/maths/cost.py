@@ -34,6 +34,7 @@ __all__ = [
     "slowest_tokens",
     "start_and_step",
     "tau",
+    "with_draft",
 ]
 
 Acceptance = float | Sequence[float]  # one alpha for all positions, or a_1, a_2, ... (the last one goes on for ever)
@@ -64,6 +65,11 @@ def round_tokens(rows: Sequence[Sequence[float]]) -> list[float]:
     longest = max(map(len, rows), default=0)
     gains = (sum(row[i] for row in rows if len(row) > i) for i in range(longest))
     return list(accumulate(gains, initial=float(len(rows))))
+
+
+def with_draft(forwards: Sequence[float], start: float, step: float) -> list[float]:
+    """Seconds of rounds by their draft length, drafting included: any draft takes ``start``, each token ``step``."""
+    return [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]
 
 
 def slowest_tokens(rows: Sequence[Sequence[float]], share: float) -> list[float]:
