@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
@@ -186,3 +187,23 @@ class Server:
             return status, json.loads(text)
         except ValueError:
             return status, text
+
+
+def ask(server: Server, method: str, path: str, body: Any = None, headers: Any = ()) -> tuple[int, Any, Any]:
+    """Status, headers and body; ``headers``: pairs or a dict, sent as they are."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    try:
+        pairs = list(headers.items()) if isinstance(headers, dict) else list(headers)
+        connection.putrequest(method, path, skip_host=any(name.lower() == "host" for name, _ in pairs))
+        for name, value in pairs:
+            connection.putheader(name, value)
+        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        if body is not None:
+            connection.putheader("Content-Type", "application/json")
+            connection.putheader("Content-Length", str(len(data)))
+        connection.endheaders(data or None)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        return answer.status, answer.headers, json.loads(text) if "json" in answer.headers["Content-Type"] else text
+    finally:
+        connection.close()

@@ -191,7 +191,8 @@ class _Lines(logging.Handler):
             text = f"{record.levelname.lower()}: {record.getMessage()}"
         if self.verbose and record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
-        note(text)
+        # What others wrote may stand in it: it must not steer the terminal, nor look like a line of ours.
+        note(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).replace("\n", "\n  "))
 
 
 _LINES = _Lines()  # one for the process, as logging is

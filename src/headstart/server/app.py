@@ -12,13 +12,13 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .. import __version__
 from ..async_api import AsyncLLM
@@ -27,8 +27,10 @@ from ..errors import InvalidParameter
 from . import errors
 from .calls import Call, Calls
 from .errors import Refused
-from .guard import Guard
+from .guard import Door, Guard
 from .metrics import Metrics
+from .openapi import document
+from .reading import Route
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
 
 __all__ = ["Settings", "create_app"]
@@ -64,8 +66,10 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
             service.stopping = True
             await llm.close(settings.drain)
 
-    app = FastAPI(title="Headstart", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    about: dict[str, Any] = {"title": "Headstart", "version": __version__, "docs_url": None, "redoc_url": None}
+    app = FastAPI(**about, lifespan=life, redirect_slashes=False)
     app.state.service = service  # for ``process``, which stops it
+    app.router.route_class = Route
     errors.install(app)
     app.post("/v1/chat/completions", response_model=None)(service.chat)
     app.post("/v1/completions", response_model=None)(service.complete)
@@ -77,15 +81,19 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
     app.get("/ready", response_model=None)(service.ready)
     app.get("/version")(service.version)
     app.get("/metrics", response_model=None)(service.metrics_text)
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
     app.add_middleware(Guard, key=settings.api_key, max_body=settings.max_body)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.allowed_hosts))
+    app.add_middleware(
+        Door, hosts=settings.allowed_hosts, origins=settings.allowed_origins, seen=service.metrics.answered
+    )
     return app
 
 
@@ -94,7 +102,7 @@ class _Service:
 
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self._llm, self._settings = llm, settings
-        self._metrics = Metrics(llm.llm, settings.model)
+        self.metrics = Metrics(llm.llm, settings.model)
         self.stopping = False
         self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics)
 
@@ -184,9 +192,10 @@ class _Service:
     # -- for those who watch
 
     async def health(self) -> Response:
-        if self._llm.alive or self.stopping:
+        failure = self._llm.failure
+        if failure is None and (self._llm.alive or self.stopping):
             return PlainTextResponse("ok")
-        return PlainTextResponse(f"the engine stopped: {self._llm.failure}", 503)
+        return PlainTextResponse(f"the engine died of {type(failure).__name__}; the log says more", 503)
 
     async def ready(self) -> Response:
         if self._llm.alive and not self.stopping:
@@ -197,7 +206,7 @@ class _Service:
         return {"version": __version__}
 
     async def metrics_text(self) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.text(), media_type=self.metrics.media_type)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

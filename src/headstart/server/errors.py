@@ -13,12 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ..errors import EngineBusy, EngineStopped, HeadstartError, InvalidParameter, PromptTooLong
+from ..errors import EngineBusy, EngineStopped, HeadstartError, InvalidParameter, ModelRefused, PromptTooLong
 
 __all__ = ["Refused", "body", "described", "install", "misfit"]
 
 RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
 _KINDS = {"str", "int", "float", "bool"}
+_CODES = {413: "body_too_large"}
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -53,6 +54,8 @@ def described(error: Exception) -> Refused:
         return Refused(429, str(error), code="queue_full")
     if isinstance(error, EngineStopped):
         return Refused(503, str(error), code="engine_stopped")
+    if isinstance(error, ModelRefused):  # a chat, of a model that has no template for it
+        return Refused(400, str(error), "messages")
     if isinstance(error, HeadstartError):
         return Refused(500, str(error))
     return Refused(500, "something went wrong inside the server; its log says what")
@@ -83,23 +86,23 @@ def install(app: Any) -> None:
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return answer(Refused(400, f"the body is not JSON: {first['ctx']['error']}"))
         return answer(misfit(first, first["loc"][1:]))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        path = f"{request.url.path!r:.200}"
         if error.status_code == 404:
-            return answer(Refused(404, f"there is no route {request.method} {request.url.path} here", code="not_found"))
+            return answer(Refused(404, f"there is no route {request.method:.20} {path} here", code="not_found"))
         if error.status_code == 405:
-            return answer(Refused(405, f"{request.url.path} does not take {request.method}"))
-        return answer(Refused(error.status_code, str(error.detail)))
+            refused = answer(Refused(405, f"{path} does not take {request.method:.20}", code="method_not_allowed"))
+            refused.headers["Allow"] = (error.headers or {}).get("Allow", "GET, POST")
+            return refused
+        return answer(Refused(error.status_code, str(error.detail), code=_CODES.get(error.status_code)))
 
     for kind in (Refused, HeadstartError):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, known)
 
 
 def _said(error: dict[str, Any]) -> str:

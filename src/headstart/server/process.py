@@ -151,7 +151,9 @@ def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MO
     config = uvicorn.Config(
         app,
         http=Connection,
+        log_config=None,  # its log goes where everybody's goes, who clean it
         log_level="warning",
+        access_log=False,
         timeout_keep_alive=KEEP_ALIVE,
         h11_max_incomplete_event_size=64 * 1024,  # of headers
     )

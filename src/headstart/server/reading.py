@@ -1,14 +1,19 @@
 """JSON from strangers: text that may be anything becomes values, or a sentence.
 
-Knows: JSON, and how deep it may be. Does not know: what it says.
+Knows: JSON, how deep it may be, and how a route comes by its body. Does not know: what it says.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "parsed"]
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+__all__ = ["MAX_DEPTH", "Route", "parsed"]
 
 MAX_DEPTH = 32  # lists and objects inside each other; a conversation of parts has five
 
@@ -44,3 +49,25 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+class Route(APIRoute):
+    """A route whose body is read by ``parsed``."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            return await handler(_Request(request.scope, request.receive))
+
+        return read
+
+
+class _Request(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            try:
+                self._json = parsed(await self.body())
+            except ValueError as error:
+                raise HTTPException(400, f"the body is not JSON: {error}") from None
+        return self._json
