@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -117,7 +118,12 @@ class Served:
 
     def state(self) -> dict[str, int]:
         """What it holds at the moment."""
-        return self._line("state")
+        found: dict[str, int] = self.do("state")
+        return found
+
+    def do(self, what: str, **arguments: Any) -> Any:
+        """ "state", or "own": the same requests without HTTP, see ``_own``."""
+        return self._line(json.dumps({"do": what} | arguments))
 
     def memory(self) -> int:
         """Resident bytes."""
@@ -171,6 +177,28 @@ def opened(model: str, **settings: Any) -> Any:
     return LLM(target, "lookup", tokenizer=tokenizer, check=False, quantization="int8", **settings)
 
 
+async def _own(llm: Any, conversations: list[Any], clients: int, tokens: int) -> dict[str, Any]:
+    """Conversations answered by the engine itself: so many at a time, each as soon as there is a place."""
+    from headstart import SamplingParams
+
+    clock, left = time.perf_counter, iter(conversations)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    firsts, written = [], 0
+
+    async def client() -> None:
+        nonlocal written
+        for conversation in left:
+            asked, first = clock(), 0.0
+            async for pieces in llm.stream(conversation, params):
+                first = first or clock()
+                written += sum(piece.token_id is not None for piece in pieces)
+            firsts.append(first - asked)
+
+    started = clock()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return {"seconds": clock() - started, "tokens": written, "first_seconds": firsts}
+
+
 def _loops() -> list[asyncio.AbstractEventLoop]:
     return [found for found in gc.get_objects() if issubclass(type(found), asyncio.AbstractEventLoop)]
 
@@ -188,7 +216,8 @@ def _serve(options: argparse.Namespace) -> None:
     if options.plain:
         settings["draft"] = None
     llm = opened(options.model, **settings)
-    app, listener = create_app(AsyncLLM(llm), Settings(model="served")), bound("127.0.0.1", 0)
+    served = AsyncLLM(llm)
+    app, listener = create_app(served, Settings(model="served")), bound("127.0.0.1", 0)
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
 
     def state() -> dict[str, int]:
@@ -208,8 +237,10 @@ def _serve(options: argparse.Namespace) -> None:
         }
 
     def answer() -> None:
-        for _ in sys.stdin:
-            print(json.dumps(state()), flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            what = asked.pop("do")
+            print(json.dumps(state() if what == "state" else asyncio.run(_own(served, **asked))), flush=True)
 
     threading.Thread(target=answer, daemon=True).start()
     run(app, listener, drain=30)

@@ -239,6 +239,7 @@ class Storm:
         if not self._kinds[kind].stream:
             return
         whole = got[: got.rfind(b"\n\n") + 2] if b"\n\n" in got else b""
+        whole = whole.removesuffix(b"data: [DONE]\n\n")
         found = said(self._kinds[kind], Answer(200, {}, whole + b"data: [DONE]\n\n"))
         for index, (text, scores, _) in found.items():
             all_text, all_scores, _ = self._expected[kind][index]

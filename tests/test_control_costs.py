@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from headstart.control.costs import LIFETIME, Costs, DraftSeconds
@@ -93,3 +95,19 @@ def test_a_width_timed_long_ago_counts_for_little() -> None:
     width, seconds, times = costs.table(1)[1]
     assert (width, times) == (2, 2)
     assert seconds < 2, "no longer trusted to cost far more than supposed"
+
+
+def test_costs_stay_numbers_on_a_noisy_machine() -> None:
+    """What a round takes is a low value of the last ones, and the level follows their middle: it drifts."""
+    costs, drafts, chance = Costs(), DraftSeconds(), random.Random(1)
+    for tokens in (1, 2, 1, 2):
+        drafts.add(tokens, 0.5 * tokens)
+    for number in range(25_000):
+        width = 1 + number // 100 % 2
+        costs.add(1, width, width * chance.lognormvariate(0, 1))
+        if (by := costs.settle()) != 1.0:
+            drafts.scale(by)
+            assert drafts.line()[1] == pytest.approx(0.5 * by)
+            drafts.scale(1 / by)
+    assert 1 / Costs.FAR < costs.level < Costs.FAR
+    assert all(0.02 < seconds < 50 for _, seconds, _ in costs.table(1)[:2])

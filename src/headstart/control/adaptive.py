@@ -180,6 +180,7 @@ class AdaptiveController:
             # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
             seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
             self._costs.add(first.rows, first.width, seconds - first.draft_seconds * bool(paid))
+            self._drafting.scale(self._costs.settle())
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()

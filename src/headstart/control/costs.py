@@ -74,6 +74,7 @@ class Costs:
     )  # the machine's speed changed where the middle of so many rounds is off by more than this
     MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
+    FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
     def __init__(self, measured: CostModel | None = None) -> None:
@@ -117,6 +118,21 @@ class Costs:
                 if each in cells:
                     cells[each].scale(times, 1 / middle)
             self._ratios.clear()
+
+    def settle(self) -> float:
+        """Where the level has gone far, take it into the measurements. Values are low ones and the level follows the
+        middle, so on a noisy machine it only ever grows, and after an hour there was no such number. What is kept
+        elsewhere relative to the level is to be multiplied by what comes back."""
+        if 1 / self.FAR < self.level < self.FAR:
+            return 1.0
+        by, self.level = self.level, 1.0
+        for cell in (cell for cells in self._cells.values() for cell in cells.values()):
+            cell.scale(len(cell.seen), by)
+        self._switches = deque((seconds * by for seconds in self._switches), maxlen=self._switches.maxlen)
+        if self._read is not None:
+            self._read = self._read[0], self._read[1] * by
+        self._tables.clear()
+        return by
 
     def read(self, tokens: int, seconds: float) -> None:
         """A forward that read prompts: it tells what a token more takes, where nothing else does."""
@@ -236,6 +252,13 @@ class DraftSeconds:
             seen.popleft()
         seen.append((tokens, seconds, self._clock))
         self._lines.pop(rows, None)
+
+    def scale(self, by: float) -> None:
+        """All measurements turn out to be others."""
+        if by != 1.0:
+            for rows, seen in self._seen.items():
+                self._seen[rows] = deque(((n, seconds * by, when) for n, seconds, when in seen), maxlen=self.WINDOW)
+            self._lines.clear()
 
     def tick(self) -> None:
         """A round went by."""
