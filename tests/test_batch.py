@@ -112,7 +112,7 @@ def test_bad_lines_become_records_and_stop_nobody(job: Job, tmp_path: Path, caps
         ask("also good", good),
     ]
     asked, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert job(asked, out) == 1
+    assert job(asked, out) == 3
     assert "2 of 12 requests succeeded, 10 failed" in capsys.readouterr().err
     found = records(out)
     assert {name for name, r in found.items() if r["response"] and r["response"]["status_code"] == 200} == {
@@ -152,13 +152,13 @@ def test_lines_without_a_name_are_told_apart(job: Job, tmp_path: Path) -> None:
         ask("a\x1b[1mb", {}),
     ]
     asked, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert job(asked, out) == 1
+    assert job(asked, out) == 3
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(int(r["error"]["message"].split(":")[0].removeprefix("line ")) for r in found) == list(range(1, 9))
     assert {r["custom_id"] for r in found} == {None}
     assert len({r["id"] for r in found}) == 8
     before = out.read_bytes()
-    assert job(asked, out) == 1, "what failed stays failed"
+    assert job(asked, out) == 3, "what failed stays failed"
     assert out.read_bytes() == before
 
 

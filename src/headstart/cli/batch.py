@@ -22,7 +22,7 @@ from .serve import served_name
 
 __all__ = ["batch"]
 
-SOME_FAILED = 1
+SOME_FAILED = 3  # 1 is a bug's, 2 a job's that could not be done
 _AHEAD = 2  # times the rows: so many are worked on, so that there is always one for a row that gets free
 _job = section("Batch")
 
@@ -50,7 +50,7 @@ def batch(
     """Answer a file of requests in OpenAI's batch format.
 
     Chat and text completions, as headstart serve would answer them. A job that was stopped, however it was, goes on
-    where it was when the same command is given again. Ends with 0 if all requests succeeded, with 1 if some failed.
+    where it was when the same command is given again. Ends with 0 if all requests succeeded, with 3 if some failed.
     """
     for package in ("fastapi", "pydantic"):
         if find_spec(package) is None:
