@@ -301,6 +301,21 @@ def test_guesses_that_could_not_pay_even_if_all_held_are_asked_for_less_often(gu
     assert asked <= 20 if guessing == 1 else asked > 35  # eight good guesses would pay: who knows when they come
 
 
+def test_free_guesses_are_asked_for_while_costly_ones_rest() -> None:
+    """A head beside lookup: the head does not pay, and is not thought about every round; lookup is asked all the same."""
+    controller = AdaptiveController(10, free=True)
+    rested = 0
+    for _ in range(40):
+        assert any(controller.budgets([View()], [8]))
+        before = controller._rest._rounds
+        assert not any(controller.paid_budgets([View()], [8])) or controller._why
+        rested += before > controller._rest._rounds
+        slow = replace(ROUND, width=2, drafted=1, draft_seconds=5.0, verify_seconds=1.0, round_seconds=6.0)
+        drafts = controller._why != 0
+        controller.observe([replace(slow, paid=True, outcomes=(False,)) if drafts else ROUND])
+    assert rested > 10
+
+
 def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller = AdaptiveController(10)
     play(controller, holds=0.5, cost=FLAT, rounds=10)

@@ -14,7 +14,7 @@ from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope,
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Costs, DraftSeconds, low
-from .probes import Probes
+from .probes import Probes, Rest
 from .why import Figures
 
 __all__ = ["AdaptiveController"]
@@ -87,7 +87,7 @@ class AdaptiveController:
         self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
         self._warm = False  # did it draft at all?
         self._drafted = False  # did the last round draft?
-        self._resting, self._at_rest = 0, tuple[str, ...]()  # rounds without a decision, and of whom
+        self._rest, self._rest_of_free = Rest(), Rest()  # from deciding on drafts that cost time, and on free guesses
         self._why = _PLAIN
         self._figures: Figures | str | None = None
 
@@ -98,7 +98,7 @@ class AdaptiveController:
         self._why = _PLAIN  # a round begins
         if not self.free:
             return self.paid_budgets(views, limits)
-        if self._rests(views):
+        if self._rest_of_free.lasts([view.id for view in views]):
             return [0] * len(limits)
         return [min(limit, self.max_gamma) for limit in limits]  # decided in trim, when the guesses are known
 
@@ -109,23 +109,13 @@ class AdaptiveController:
                 f"reads for a token, and from {self.TOO_LARGE:.0%} on there is nothing to win"
             )
             return [0] * len(limits)
-        if self._rests(views):
+        names = [view.id for view in views]
+        if self._rest.lasts(names):
             return [0] * len(limits)
         found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
-        if not any(found) and self._figures is not None:
-            self._rest(views, self._probes.rest)
+        if not any(found) and self._figures is not None and self._lengths is None:
+            self._rest.begin(self._probes.rest, names)
         return found
-
-    def _rest(self, views: Sequence[DraftView], rounds: int) -> None:
-        """Decide nothing for so many rounds, while these rows and no others run: deciding takes time, too."""
-        if self._lengths is None:
-            self._resting, self._at_rest = rounds, tuple(view.id for view in views)
-
-    def _rests(self, views: Sequence[DraftView]) -> bool:
-        if not self._resting or tuple(view.id for view in views) != self._at_rest:
-            return False
-        self._resting -= 1
-        return True
 
     def _settled(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Budgets of drafts that cost time."""
@@ -162,8 +152,13 @@ class AdaptiveController:
         shortest = 1 if all(p is None or p.is_chain for p in proposals) else 2  # of a tree two, which may be siblings
         gamma = self._choose(views, chances, 0.0, 0.0)
         gamma = max(gamma, shortest) if gamma else 0
-        if not gamma and self._hopeless(chances):
-            self._rest(views, self._probes.LOOK)
+        if (
+            not gamma
+            and self._lengths is None
+            and not any(p is not None and self._paid(p) for p in proposals)
+            and self._hopeless(chances)
+        ):
+            self._rest_of_free.begin(self._probes.LOOK, [view.id for view in views])
         return [p.cut(gamma) if p is not None and cut else p for p, cut in zip(proposals, loose, strict=True)]
 
     def observe(self, rounds: Sequence[Round]) -> None:
@@ -184,7 +179,9 @@ class AdaptiveController:
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
-        self._resting *= not drafted
+        if drafted:
+            self._rest.end()
+            self._rest_of_free.end()
         if paid:
             self._time_draft(first, paid)
         probe = drafted and self._why != _PAYS

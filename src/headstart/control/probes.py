@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Probes"]
+__all__ = ["Probes", "Rest"]
 
 
 class Probes:
@@ -75,3 +75,23 @@ class Probes:
         if self._hits + self.DOUBT < enough * (self._tries + self.DOUBT):
             return False
         return self._idle >= self._every and cost <= self.room
+
+
+class Rest:
+    """Rounds in which nothing is decided, while the same sequences run: deciding takes time, too."""
+
+    def __init__(self) -> None:
+        self._rounds, self._whose = 0, tuple[str, ...]()
+
+    def begin(self, rounds: int, whose: Sequence[str]) -> None:
+        self._rounds, self._whose = rounds, tuple(whose)
+
+    def end(self) -> None:
+        self._rounds = 0
+
+    def lasts(self, whose: Sequence[str]) -> bool:
+        """One of its rounds, if there is one left."""
+        if not self._rounds or tuple(whose) != self._whose:
+            return False
+        self._rounds -= 1
+        return True
