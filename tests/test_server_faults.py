@@ -121,6 +121,7 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"logprobs": 10_000}, "logprobs"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"stop_token_ids": [1_000_000]}, "stop_token_ids"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),

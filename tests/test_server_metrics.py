@@ -180,6 +180,15 @@ def test_histograms_count_what_they_say() -> None:
     assert sum(rounds.values()) == one(found, "headstart_rounds_total") > 0
 
 
+def test_what_the_controller_thinks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm()
+    metrics = Metrics(llm, "tiny")
+    monkeypatch.setattr(llm.engine.parts.controller, "min_chances", lambda: (0.25, 0.5))
+    llm.generate("one two", SamplingParams(max_tokens=3))
+    found = samples(metrics)
+    assert (one(found, "headstart_break_even_verify"), one(found, "headstart_break_even_draft")) == (0.25, 0.5)
+
+
 def test_why_there_is_no_speculation_is_a_label_that_does_not_grow() -> None:
     llm = tiny_llm(gamma=0)
     metrics = Metrics(llm, "tiny")

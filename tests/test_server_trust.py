@@ -219,6 +219,10 @@ def test_the_openapi_document_says_what_is_answered(server: Server) -> None:
         found = document["paths"][path][method]["responses"][str(code)]["content"]["application/json"]["schema"]
         assert fits(value, found, document), (path, code, value)
 
+    for form in ("ChatRequest", "CompletionRequest"):
+        known = document["components"]["schemas"][form]["properties"]
+        assert {"user", "store", "tools", "temperature"} <= set(known), "what is taken is in the document"
+        assert known["store"] == {"enum": [None, False]}
     small = {"max_tokens": 2, "temperature": 0}
     for path, body in (
         (CHAT, {"messages": WORDS, "logprobs": True, "statistics": True} | small),

@@ -192,9 +192,13 @@ class Metrics:
                         each = (now - before) / record.emitted
                         self._histograms["inter_token_latency_seconds"].add(each, record.emitted)
                     self._last[record.sequence] = now
-        if now - self._asked > _ASKED_EVERY:  # here, because the controller is this thread's
-            self._asked = now
-            self._break_even = self._llm.engine.parts.controller.min_chances()
+        if now - self._asked > _ASKED_EVERY:
+            self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        """What the controller thinks. Not asked when Prometheus asks: it belongs to the thread that steps."""
+        self._asked = now
+        self._break_even = self._llm.engine.parts.controller.min_chances()
 
     def _time(self, rounds: list[Round]) -> None:
         if not rounds:
@@ -217,6 +221,7 @@ class Metrics:
                     self._looked_for += choice.stats.prompt_tokens
                     self._warm += choice.stats.cached_tokens
                     self._observe(choice.stats, whole=choice.finish_reason in ("stop", "length"))
+        self._ask(perf_counter())
 
     def _observe(self, stats: Stats, *, whole: bool) -> None:
         first, waited = stats.first_token_seconds, stats.waiting_seconds

@@ -88,6 +88,12 @@ class Message(_Record):
         return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
 
 
+def _with_harmless(schema: dict[str, Any]) -> None:
+    """Put fields that are taken out before anything is checked (``_HARMLESS``) into the OpenAPI document."""
+    for name, values in _HARMLESS.items():
+        schema["properties"][name] = {} if name in _ANYTHING else {"enum": [None, *values]}
+
+
 def _one_value_each() -> dict[str, Any]:
     """Sampling parameters that are one number or one flag, under their own names."""
     here = {float: _Number, int: _Count, bool: StrictBool}
@@ -105,6 +111,8 @@ _Parameters: Any = create_model("_Parameters", __base__=_Record, **_one_value_ea
 class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of SamplingParams
     """What both kinds of completions share: sampling parameters, and how the answer is sent. Here are those that have
     another shape or other bounds than one value of ``SamplingParams``."""
+
+    model_config = ConfigDict(json_schema_extra=_with_harmless)
 
     model: str | None = None
     stream: StrictBool | None = None
@@ -138,7 +146,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
         given = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name not in apart}
         bias = None
         if self.logit_bias is not None:
-            if not all(token.isdecimal() for token in self.logit_bias):
+            if not all(token.isascii() and token.isdecimal() and len(token) < 20 for token in self.logit_bias):
                 raise Refused(400, "logit_bias: its keys are token ids, as text", "logit_bias")
             bias = {int(token): value for token, value in self.logit_bias.items()}
         kept = {name: value for name, value in (given | more).items() if value is not None}
