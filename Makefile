@@ -3,6 +3,7 @@
 # make check  formatting, lint, types, architecture
 # make stress         everything at once (threads, interruptions, failures) for SECONDS=600
 # make wheel-check    builds the wheel, installs it in a new environment elsewhere, runs the demo from it
+# make api-check      schemathesis over the server's OpenAPI document, on a tiny model; two minutes
 # make test-versions  what can run on Python 3.12 and 3.13, where they are installed (PYTHONS="..." names others)
 # The environment lives in .venv and is reused until pyproject.toml or constraints.txt change.
 
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test stress check wheel-check test-versions setup clean
+.PHONY: demo test stress check wheel-check api-check test-versions setup clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +43,10 @@ stress: $(READY)
 
 wheel-check: $(READY)
 	.ci/wheel-check $(BIN)/python
+
+api-check: $(READY)
+	test -x build/api/bin/schemathesis || { $(PYTHON) -m venv build/api && build/api/bin/pip install --quiet --disable-pip-version-check schemathesis; }
+	.ci/api-check $(CURDIR)/$(BIN)/python $(CURDIR)/build/api/bin/schemathesis
 
 test-versions:
 	.ci/test-versions $(PYTHONS)
