@@ -78,11 +78,14 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, i
 """
 
 
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def tasks(folder: Path) -> None:
     rows = [{"question": q, "choices": c, "answer": a} for (q, c), a in zip(CHOICES, RIGHT, strict=True)]
-    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [{"question": question, "answer": answer} for question, answer in ANSWERS]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "choices.jsonl").write_text(lines(rows))
+    (folder / "answers.jsonl").write_text(lines([{"question": q, "answer": a} for q, a in ANSWERS]))
     for name, text in (("choices", CHOOSE), ("answers", WRITE)):
         (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
 
@@ -110,8 +113,8 @@ def evaluate(lm_eval: str, port: int, tokenizer: str, folder: Path, ids: bool) -
     scores = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
     samples = {}
     for path in sorted(out.rglob("samples_*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        samples[path.name.rpartition("_")[0]] = sorted((line["doc_id"], line["resps"]) for line in lines)
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        samples[path.name.rpartition("_")[0]] = sorted((each["doc_id"], each["resps"]) for each in found)
     kept = {
         name: {key: value for key, value in found.items() if isinstance(value, float) and "stderr" not in key}
         for name, found in scores.items()

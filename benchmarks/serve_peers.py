@@ -76,7 +76,9 @@ def dataset(folder: Path, number: int) -> Path:
     texts = [text for kind in prompts().values() for text in kind]
     path = folder / "prompts.jsonl"
     spread = [texts[i * 7 % len(texts)] for i in range(number)]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in spread))
+    with path.open("w") as file:
+        for text in spread:
+            print(json.dumps({"prompt": text}), file=file)
     return path
 
 
