@@ -161,6 +161,7 @@ KINDS: dict[str, Any] = {
         TARGET, table_draft(DRAFT), gamma=4, controller=controller_for(DraftConfig(max_gamma=4))
     ),
     "a model on the device": lambda: device_engine(TARGET, device_draft(DRAFT), gamma=4),
+    "a model, overlapped": lambda: device_engine(TARGET, device_draft(DRAFT), gamma=4, overlap=True),
     "anybody's": lambda: table_engine(TARGET, never(), gamma=4),
     "anybody's, beside captured rounds": lambda: table_engine(TARGET, never(), gamma=4, rounds=CapturedRounds),
     "lookup": lambda: table_engine(TARGET, LookupDrafter(), gamma=4),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import table_engine
+from engines import device_draft, device_engine, table_engine
 
 from headstart import LLM, Completion, GenerationFailed, InvalidParameter, SamplingParams
 from headstart.engine import scoring
@@ -161,3 +161,28 @@ def test_an_interruption_in_the_middle_of_a_prompt(monkeypatch: pytest.MonkeyPat
     assert calls[0] > 3
     assert answer.prompt_logprobs == expected.prompt_logprobs
     assert answer.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("overlap", [None, False, True])
+def test_captured_rounds_go_on_behind_them(overlap: bool | None) -> None:
+    """A prompt is scored while other rows have a round in flight, and its own rounds are captured afterwards."""
+    table = torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(2))
+    draft = device_draft(table + 0.3 * torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(3)))
+    engine = table_engine(table, None) if overlap is None else device_engine(table, draft, overlap=overlap)
+    first = engine.submit(Request("a", (1, 2, 3, 4), asked(max_tokens=40, prompt_logprobs=None)))
+    for _ in range(4):
+        engine.step()
+    prompt = tuple(i * i % 8 for i in range(21))
+    second = engine.submit(Request("b", prompt, asked(max_tokens=12, n=2)))
+    engine.drive(lambda: first.done and second.done)
+    expected = [table[before, token].log_softmax(-1) for before, token in zip((0, *prompt), prompt, strict=False)]
+    found = second.completion().prompt_logprobs or ()
+    assert [each.logprob for each in found[1:] if each] == pytest.approx(
+        [float(expected[i][token]) for i, token in enumerate(prompt[1:])], abs=1e-5
+    )
+    for handle in (first, second):
+        alone = table_engine(table, None)
+        plain = alone.submit(handle.request)
+        alone.drive(lambda plain=plain: plain.done)
+        assert [c.token_ids for c in handle.completion().choices] == [c.token_ids for c in plain.completion().choices]
+        assert plain.completion().prompt_logprobs == handle.completion().prompt_logprobs

@@ -6,6 +6,7 @@ an answer that nobody reads.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +58,10 @@ class Call:
                     pass
         finally:
             _close(readers)
-        return self.writer.whole(_answers(readers))
+        answers = _answers(readers)
+        if self.params.prompt_logprobs is None:
+            return self.writer.whole(answers)
+        return await asyncio.to_thread(self.writer.whole, answers)  # a prompt may have thousands of tokens to spell
 
     async def chunks(self, readers: Sequence[Reader]) -> AsyncGenerator[dict[str, Any], None]:
         """The same in pieces, round by round. Closed early, it stops what was asked for."""
@@ -66,10 +70,12 @@ class Call:
             for chunk in writer.first(writer.n * len(readers)):
                 yield chunk
             async for number, pieces in together(readers):
-                reader, prompt = readers[number], None
-                if writer.echo is not None:
-                    prompt = Prompt(reader.prompt_token_ids, reader.prompt_logprobs)
-                for chunk in writer.chunks(number, pieces, prompt):
+                if writer.echo is None:
+                    found = writer.chunks(number, pieces)
+                else:  # see ``whole``
+                    prompt = Prompt(readers[number].prompt_token_ids, readers[number].prompt_logprobs)
+                    found = await asyncio.to_thread(writer.chunks, number, pieces, prompt)
+                for chunk in found:
                     yield chunk
             answers = _answers(readers)
             if self.usage or writer.statistics:
