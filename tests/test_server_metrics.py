@@ -80,7 +80,7 @@ def test_every_name_is_there_before_and_after_a_request() -> None:
             assert status == 200
             found = samples(text)
             assert [name for name in ISSUE if name not in found and name != "http_requests_total"] == []
-            server.post("/v1/completions", {"prompt": "one two one two one", "max_tokens": 8})
+            server.post("/v1/completions", {"prompt": "one two one two one", "max_tokens": 8, "ignore_eos": True})
         server.get("/nowhere")
         server.get("/v1/models/x")
         found = samples(server.get("/metrics")[1])
