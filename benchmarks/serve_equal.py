@@ -25,11 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from common import RESULTS, as_json, log, machine, prompts
 
 from headstart import LLM, AsyncLLM
-from headstart.server.app import Settings, create_app
 from headstart.testing import tiny_model, tiny_tokenizer
 
 CLIENTS = 16
@@ -149,6 +147,10 @@ class Server:
     def __init__(self, llm: LLM) -> None:
         self.ids: dict[str, list[tuple[int, ...]]] = {}  # by the request's id
         self._listening = llm.listen(ended=lambda a: self.ids.update({a.id: [c.token_ids for c in a.choices]}))
+        import uvicorn  # of the extra "serve": not on every machine that runs benchmarks
+
+        from headstart.server.app import Settings, create_app
+
         config = uvicorn.Config(create_app(AsyncLLM(llm), Settings(model="m")), port=0, log_level="error")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

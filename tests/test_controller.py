@@ -302,7 +302,7 @@ def test_guesses_that_could_not_pay_even_if_all_held_are_asked_for_less_often(gu
 
 
 def test_free_guesses_are_asked_for_while_costly_ones_rest() -> None:
-    """A head beside lookup: the head does not pay, and is not thought about every round; lookup is asked all the same."""
+    """A head beside lookup: the head does not pay, and is thought about now and then; lookup is asked all the same."""
     controller = AdaptiveController(10, free=True)
     rested = 0
     for _ in range(40):
