@@ -63,7 +63,9 @@ def turn(served: Served, way: str, words: list[Any], clients: int, tokens: int) 
         found: dict[str, Any] = served.do("own", conversations=words, clients=clients, tokens=tokens)
     else:
         found = asyncio.run(by_http(served.port, words, clients, tokens, stream=way == "stream"))
-    return found | {"tokens_per_second": found["tokens"] / found["seconds"], "cpu_seconds": served.cpu() - before}
+    cpu, loop = (after - start for after, start in zip(served.cpu(), before, strict=True))
+    rate = found["tokens"] / found["seconds"]
+    return found | {"tokens_per_second": rate, "cpu_seconds": cpu, "event_loop_cpu_seconds": loop}
 
 
 def compared(turns: dict[str, list[dict[str, Any]]], clients: int) -> dict[str, Any]:
@@ -74,7 +76,11 @@ def compared(turns: dict[str, list[dict[str, Any]]], clients: int) -> dict[str, 
         ratios = [mine / own["tokens_per_second"] for mine, own in zip(rates, turns["own"], strict=True)]
         found[way] = {"tokens_per_second": median(rates), "over_own": geometric_mean(ratios), "each_over_own": ratios}
         if way != "own":
-            found[way]["client_cpu_share"] = median(each["client_cpu_seconds"] / each["seconds"] for each in turns[way])
+            for whose in ("client", "event_loop"):
+                shares = (each[f"{whose}_cpu_seconds"] / each["seconds"] for each in turns[way])
+                found[way][f"{whose}_cpu_share"] = median(shares)
+            spent = sum(each["event_loop_cpu_seconds"] for each in turns[way])
+            found[way]["event_loop_us_per_token"] = 1e6 * spent / sum(each["tokens"] for each in turns[way])
     for way in ("own", "stream"):
         found[way]["first_seconds"] = median(median(each["first_seconds"]) for each in turns[way])
     found["first_later_by_seconds"] = found["stream"]["first_seconds"] - found["own"]["first_seconds"]

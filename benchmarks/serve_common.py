@@ -105,6 +105,11 @@ class Client:
 # -- the server
 
 
+def _cpu(path: str) -> float:
+    after_name = Path(path).read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Served:
     """A server in a process of its own; it ends with this."""
 
@@ -129,10 +134,9 @@ class Served:
         """Resident bytes."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def cpu(self) -> float:
-        """Seconds of processor time so far."""
-        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu(self) -> tuple[float, float]:
+        """Seconds of processor time so far: of the whole process, and of its event loop's thread."""
+        return _cpu(f"/proc/{self.pid}/stat"), _cpu(f"/proc/{self.pid}/task/{self.pid}/stat")
 
     def files(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
@@ -174,7 +178,7 @@ def opened(model: str, **settings: Any) -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     target = tiny_model("llama", max_position_embeddings=512, **TINY)
-    return LLM(target, "lookup", tokenizer=tokenizer, check=False, quantization="int8", **settings)
+    return LLM(target, tokenizer=tokenizer, check=False, **{"draft": "lookup", "quantization": "int8"} | settings)
 
 
 async def _own(llm: Any, conversations: list[Any], clients: int, tokens: int) -> dict[str, Any]:

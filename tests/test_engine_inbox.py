@@ -63,6 +63,25 @@ def test_several_answers_are_read_together_and_left_together(engine: Engine, inb
     assert in_loop(main) == EXPECTED[:3]
 
 
+def test_who_waits_for_the_end_is_told_once_and_may_leave_all_of_it_unread(engine: Engine, inbox: Inbox) -> None:
+    told: list[str] = []
+
+    async def main() -> list[list[int]]:
+        readers = [inbox.submit(asked(f"r{i}", i), buffer=1) for i in range(3)]
+        loop = asyncio.get_running_loop()
+        tell = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *a, **k: told.append("once") or tell(*a, **k)  # type: ignore[assignment, method-assign, func-returns-value]
+        await asyncio.gather(*(reader.finish() for reader in readers))
+        left = asyncio.create_task(inbox.submit(asked("left", 1, LONG)).finish())
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        return [[t for c in reader.completion().choices for t in c.token_ids] for reader in readers]
+
+    assert in_loop(main) == EXPECTED[:3]
+    assert len(told) <= 4
+
+
 def test_clients_that_leave_or_are_cancelled_stop_their_requests_and_nobody_elses(engine: Engine, inbox: Inbox) -> None:
     async def leaves(i: int) -> None:
         async for _ in inbox.submit(asked(f"leaves{i}", i, LONG)):

@@ -169,11 +169,12 @@ class AsyncLLM:
             for request in requests:
                 readers.append(await self._entered(request, None))
             for reader in readers:
-                async for _ in reader.rounds(failing=alone):
-                    pass
+                await reader.finish()
         finally:
             for reader in readers:
                 reader.close()
+        if alone:
+            readers[0].raise_failure()
         found: list[Completion] = [reader.completion() for reader in readers]
         return found[0] if alone else found
 

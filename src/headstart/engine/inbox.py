@@ -41,6 +41,7 @@ class Reader(Stream):
     def __init__(self, inbox: Inbox, request: Request, notify: Callable[[], object] | None, buffer: int | None) -> None:
         self._inbox, self._notify, self._buffer = inbox, notify, buffer
         self._told = False  # there was news, and nobody has read it yet
+        self._at_end = False  # its end is the only news
         super().__init__(inbox._engine, request)
 
     def _enter(self) -> None:
@@ -88,8 +89,25 @@ class Reader(Stream):
         if failing:
             self._handle.raise_failure()
 
+    def raise_failure(self) -> None:
+        """Raise if any choice failed."""
+        self._handle.raise_failure()
+
+    async def finish(self) -> None:
+        """Wait for the end of it all, without being told of each round, and without raising if it failed."""
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        self._buffer, self._at_end, self._told = None, True, False
+        self._notify = lambda: loop.call_soon_threadsafe(over.set)
+        try:
+            if not self.done:
+                await over.wait()
+        finally:
+            self.close()
+
     def _tell(self) -> None:
         """There is news: say so once, until it is read. One who does not read is not waited for."""
+        if self._at_end and not self.done:
+            return
         if self._buffer is not None and self._handle.unread > self._buffer:
             self._give_up(f"its reader left more than {self._buffer} pieces unread")
         if self._notify is not None and not self._told:

@@ -54,8 +54,7 @@ class Call:
         """The answer, when all of it is written. Cancelled, it stops what was asked for."""
         try:
             for reader in readers:
-                async for _ in reader.rounds(failing=False):
-                    pass
+                await reader.finish()
         finally:
             _close(readers)
         answers = _answers(readers)
