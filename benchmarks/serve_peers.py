@@ -114,11 +114,11 @@ def guide(guidellm: str, port: int, folder: str, data: Path, options: argparse.N
             "--profile",
             f"kind=concurrent,streams={options.clients}",
             "--tokenizer",
-            f"kind=hf_auto,name={folder}",
+            f"kind=hf_auto,model={folder}",
         ]
         command += [
             "--constraint",
-            f"kind=max_requests,max_requests={options.requests}",
+            f"kind=max_requests,count={options.requests}",
             "--data",
             f"kind=json_file,path={data}",
         ]

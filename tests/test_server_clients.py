@@ -107,6 +107,20 @@ def test_openais_stream_helper_puts_the_answer_together(server: Server, client: 
     assert whole.usage.completion_tokens == len(own.token_ids)
 
 
+def test_usage_runs_along_where_load_tools_ask_for_it(client: Any) -> None:
+    """guidellm sends this."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ask = ASK | {"extra_body": {"ignore_eos": True}, "stream": True, "stream_options": options}
+    for chunks in (
+        list(client.chat.completions.create(messages=WORDS, **ask)),
+        list(client.completions.create(prompt=["one", "two"], **ask)),
+    ):
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == counts[-2] in (10, 20)
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+
+
 def test_openai_counts_choices(client: Any) -> None:
     found = client.completions.create(prompt=["one", "two"], n=3, **ASK | {"temperature": 1}, seed=4)
     assert [choice.index for choice in found.choices] == list(range(6))

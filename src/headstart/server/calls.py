@@ -34,6 +34,7 @@ class Call:
     prediction: str | None
     stream: bool
     usage: bool  # at the end of a stream
+    running_usage: bool = False  # in every chunk what was used so far
 
     async def submit(self, llm: AsyncLLM, *, wait: bool = False) -> list[Reader]:
         """All of its requests, or none: ``EngineBusy`` where the line is full; ``wait``: for places in it."""
@@ -64,23 +65,31 @@ class Call:
 
     async def chunks(self, readers: Sequence[Reader]) -> AsyncGenerator[dict[str, Any], None]:
         """The same in pieces, round by round. Closed early, it stops what was asked for."""
-        writer = self.writer
+        writer, written = self.writer, 0
         try:
             for chunk in writer.first(writer.n * len(readers)):
-                yield chunk
+                yield self._with_usage(chunk, readers, written)
             async for number, pieces in together(readers):
                 if writer.echo is None:
                     found = writer.chunks(number, pieces)
                 else:  # see ``whole``
                     prompt = Prompt(readers[number].prompt_token_ids, readers[number].prompt_logprobs)
                     found = await asyncio.to_thread(writer.chunks, number, pieces, prompt)
+                written += sum(piece.token_id is not None for piece in pieces)
                 for chunk in found:
-                    yield chunk
+                    yield self._with_usage(chunk, readers, written)
             answers = _answers(readers)
             if self.usage or writer.statistics:
                 yield writer.last(answers)
         finally:
             _close(readers)
+
+    def _with_usage(self, chunk: dict[str, Any], readers: Sequence[Reader], written: int) -> dict[str, Any]:
+        if not self.running_usage:
+            return chunk
+        read = sum(len(reader.prompt_token_ids) for reader in readers)
+        used = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return chunk | {"usage": used}
 
 
 class Calls:
@@ -138,7 +147,7 @@ class Calls:
         self, writer: Writer, prompts: Sequence[Any], params: SamplingParams, body: ChatRequest | CompletionRequest
     ) -> Call:
         guess = body.prediction.text if body.prediction is not None else None
-        return Call(writer, prompts, params, guess, bool(body.stream), body.wants_usage)
+        return Call(writer, prompts, params, guess, bool(body.stream), body.wants_usage, body.wants_running_usage)
 
 
 def _close(readers: Sequence[Reader]) -> None:

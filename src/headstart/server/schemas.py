@@ -53,6 +53,7 @@ class _Record(BaseModel):
 
 class StreamOptions(_Record):
     include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None  # vLLM's: in every chunk what was used so far
     include_obfuscation: StrictBool | None = None  # padding against eavesdroppers: none is sent
 
 
@@ -155,6 +156,10 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> _Sampled:
