@@ -81,7 +81,7 @@ def test_a_request_that_never_comes_whole_is_cut(server: Server) -> None:
     dripping.close()
     dripped = server.connect()  # slowly, but whole in time
     for part in (head(TEXT, body)[:30], head(TEXT, body)[30:], body[:3], body[3:]):
-        time.sleep(0.1)
+        time.sleep(0.03)
         dripped.sendall(part)
     assert dripped.recv(12) == b"HTTP/1.1 200"
     dripped.close()
@@ -269,7 +269,7 @@ class Busy:  # something runs, and never ends
     stopping, idle, failure = False, False, None
 
 async def app(scope, receive, send):
-    assert scope["type"] == "http"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
     await asyncio.sleep(3600)
 
 listener = socket.create_server(("127.0.0.1", 0))
@@ -283,7 +283,7 @@ Server(config, Busy(), 3600).run(sockets=[listener])
             host, port = url_of(served).removeprefix("http://").split(":")
             with socket.create_connection((host, int(port))) as connection:
                 connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                time.sleep(0.3)  # it listens before it hears signals
+                assert connection.recv(8) == b"HTTP/1.1"  # from here on it hears signals
                 served.send_signal(signal.SIGTERM)
                 time.sleep(0.3)
                 assert served.poll() is None, "it drains"
