@@ -81,10 +81,15 @@ def product(record: MatrixRecord, x: Tensor, level: str, threads: int = 1) -> Te
     return found
 
 
-def rounded(x: Tensor) -> Tensor:
-    """What the kernels make of activations: 8 bits for each group of 32."""
-    groups = x.view(len(x), -1, 32)
+def rounded(x: Tensor, by: int = 32) -> Tensor:
+    """What the kernels make of activations: 8 bits, one scale for each group of ``by``. Where 256 share one, 16 numbers
+    are no larger than 1023 together: else the scale is coarser."""
+    groups = x.view(len(x), -1, by)
     scale = groups.abs().amax(-1, keepdim=True) / 127
+    if by == 256:
+        numbers = (groups / scale.clamp_min(1e-30)).round()
+        largest = numbers.abs().view(len(x), -1, 16, 16).sum(-1).amax(-1, keepdim=True)
+        scale = torch.where(largest > 1023, scale * largest / 1007, scale)
     return ((groups / scale.clamp_min(1e-30)).round() * scale).view_as(x)
 
 

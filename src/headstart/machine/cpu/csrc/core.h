@@ -87,6 +87,14 @@ HS_INLINE vf larger(vf a, vf b) {
 #endif
 }
 
+HS_INLINE vi larger(vi a, vi b) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 HS_INLINE vf smaller(vf a, vf b) {
 #if defined(__AVX512F__)
     return (vf)_mm512_min_ps((__m512)a, (__m512)b);
@@ -114,6 +122,7 @@ HS_INLINE float greatest(vf v) {
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 HS_INLINE int32_t sum(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+HS_INLINE int32_t greatest(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
 #else
 template <typename T, typename V> HS_INLINE T fold(V v, T (*join)(T, T)) {
     T t[LANES];
@@ -127,6 +136,9 @@ HS_INLINE float sum(vf v) {
 }
 HS_INLINE int32_t sum(vi v) {
     return fold<int32_t>(v, +[](int32_t a, int32_t b) { return a + b; });
+}
+HS_INLINE int32_t greatest(vi v) {
+    return fold<int32_t>(v, +[](int32_t a, int32_t b) { return a > b ? a : b; });
 }
 HS_INLINE float greatest(vf v) {
     return fold<float>(v, +[](float a, float b) { return a > b ? a : b; });
@@ -268,35 +280,6 @@ HS_INLINE void store_half(uint16_t* p, vf v) {
     for (int i = 0; i < LANES; i++) p[i] = float_to_half(v[i]);
 #endif
 }
-
-// -- bytes: the small scales of packed weights
-
-#if defined(__AVX512F__)
-HS_INLINE vf load_bytes(const uint8_t* p) {
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-HS_INLINE vf load_bytes(const int8_t* p) {
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-#elif defined(__AVX2__)
-HS_INLINE vf load_bytes(const uint8_t* p) {
-    union { vf v; __m256 h[2]; } x;
-    for (int i = 0; i < 2; i++) x.h[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i))));
-    return x.v;
-}
-HS_INLINE vf load_bytes(const int8_t* p) {
-    union { vf v; __m256 h[2]; } x;
-    for (int i = 0; i < 2; i++) x.h[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i))));
-    return x.v;
-}
-#else
-template <typename T> HS_INLINE vf load_bytes(const T* p) {
-    typedef T bytes __attribute__((vector_size(16)));
-    bytes b;
-    memcpy(&b, p, 16);
-    return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
-}
-#endif
 
 // -- exp
 

@@ -14,6 +14,15 @@ namespace hs {
 
 void norm_token(const float* x, const float* weight, float eps, int width, const Inputs& to, int token) {
     const vf scale = unit_scale(x, eps, width);
+    if (to.by_256) {
+        for (int i = 0; i < width; i += 8 * GROUP) {
+            alignas(64) float room[8 * GROUP];
+            float* normed = to.exact ? to.exact + (size_t)token * to.width + i : room;
+            for (int k = 0; k < 8 * GROUP; k += LANES) store(normed + k, load(x + i + k) * scale * load(weight + i + k));
+            round_block(to, token, i / (8 * GROUP), normed);
+        }
+        return;
+    }
     for (int g = 0; g < width / GROUP; g++) {
         const float *p = x + g * GROUP, *w = weight + g * GROUP;
         round_group(to, token, g, load(p) * scale * load(w), load(p + LANES) * scale * load(w + LANES));
@@ -34,8 +43,8 @@ struct Forward {
     float* stream(int token) const { return x + (size_t)token * m.hidden; }
 
     // The normed and rounded inputs of all tokens.
-    Inputs norm(const float* weight, int thread, Share& share) const {
-        return prepare(pool, tokens, m.hidden, normed, room.own[thread].normed, share,
+    Inputs norm(const float* weight, const Inputs& to, int thread, Share& share) const {
+        return prepare(pool, tokens, m.hidden, to, room.own[thread].normed, share,
                        [&](const Inputs& to, int t) { norm_token(stream(t), weight, m.eps, m.hidden, to, t); });
     }
 
@@ -60,6 +69,7 @@ struct Forward {
 
     void attention(const Layer& layer, int thread, Share& share) const {
         const int group = m.heads / m.kv_heads, spans = (int)room.spans.size();
+        const Inputs to = read_by(attended, {&layer.out});
         // Heads that share keys go together, or one by one where threads would go without work. A single token's share
         // more when they go together.
         const bool few = spans * m.kv_heads < (spans == tokens ? 1 : 4) * pool.size();
@@ -79,8 +89,30 @@ struct Forward {
                               c.ancestors ? c.ancestors + token * c.width : nullptr,
                               piece.width,
                               (int)layer.window};
-            attend(m, sight, head, each, queries + token * m.heads * m.head_dim, attended.from(piece.first),
+            attend(m, sight, head, each, queries + token * m.heads * m.head_dim, to.from(piece.first),
                    room.own[thread]);
+            if (to.by_256) round_heads(to.from(piece.first), item / sets, head, each);
+        }
+    }
+
+    // Round what is there in full, of a span's tokens and some heads.
+    void round_heads(const Inputs& to, int span, int head, int heads) const {
+        const int first = head * m.head_dim / GROUP, last = (head + heads) * m.head_dim / GROUP;
+        for (int b = first / 8; 8 * b < last; b++) {
+            const int parts = (last < 8 * b + 8 ? last : 8 * b + 8) - (first > 8 * b ? first : 8 * b);
+            if (room.ready.add((size_t)span * (to.width / (8 * GROUP)) + b, parts, 8))
+                for (int t = room.spans[span].first; t < room.spans[span].last; t++) round_kept(to, t, b);
+        }
+    }
+
+    void feed_forward(const Layer& layer, const Inputs& in, const Turn& turn) const {
+        const Matrix* up = layer.up.data ? &layer.up : nullptr;
+        const Inputs to = read_by(gated, {&layer.down});
+        const int items = m.ffn / GROUP;
+        for (int i; (i = turn.take(items)) < items;) {
+            swiglu(layer.gate_up, up, i, in, tokens, to);
+            if (to.by_256 && room.ready.add(i / 8, 1, 8))
+                for (int t = 0; t < tokens; t++) round_kept(to, t, i / 8);
         }
     }
 
@@ -114,7 +146,7 @@ struct Forward {
                 const Piece& piece = room.pieces[i / c.keep];
                 token = piece.first + piece.width - c.keep + i % c.keep;
             }
-            norm_token(stream(token), m.norm, m.eps, m.hidden, last, i);
+            norm_token(stream(token), m.norm, m.eps, m.hidden, read_by(last, {&m.head}), i);
         }
         pool.meet();
         shared_product(m.head, last, kept, MOST_TILES, turn, [&](int tile, int i, vf v) {
@@ -149,7 +181,7 @@ struct Forward {
         for (int l = 0; l < m.layers; l++) {
             const Layer& layer = m.layer[l];
             const int items = m.ffn / GROUP;
-            Inputs in = norm(layer.input_norm, thread, *++share);
+            Inputs in = norm(layer.input_norm, read_by(normed, {&layer.qkv, &layer.k, &layer.v}), thread, *++share);
             share++;
             for (int h; (h = turn().take(qkv_heads())) < qkv_heads();) qkv(layer, h, in);
             pool.meet();
@@ -158,12 +190,11 @@ struct Forward {
             pool.meet();
             share++;
             add(layer.out, attended, turn());
-            const Matrix* up = layer.up.data ? &layer.up : nullptr;
-            ask_for(layer.gate_up, turn().first(items) * (up ? 2 : 4));
+            ask_for(layer.gate_up, turn().first(items) * (layer.up.data ? 2 : 4));
             pool.meet();
-            in = norm(layer.post_norm, thread, *++share);
+            in = norm(layer.post_norm, read_by(normed, {&layer.gate_up, &layer.up}), thread, *++share);
             share++;
-            for (int i; (i = turn().take(items)) < items;) swiglu(layer.gate_up, up, i, in, tokens, gated);
+            feed_forward(layer, in, turn());
             ask_for(layer.down, tile(layer.down));
             pool.meet();
             share++;
@@ -184,6 +215,7 @@ struct Handle {
     std::vector<Layer> layers;
     Room room;
     bool exact = false;  // some layer has weights that are not rounded
+    bool wide = false;   // some layer reads inputs that were rounded by 256, for which they are kept until all are there
 };
 
 }  // namespace hs
@@ -194,11 +226,11 @@ HS_API void* hs_pool_new(int threads) { return new Pool(threads); }
 HS_API int hs_pool_size(void* pool) { return ((Pool*)pool)->size(); }  // fewer than asked for if the system had no more
 
 HS_API void* hs_model_new(const Model* model) {
-    Handle* h = new Handle{*model, std::vector<Layer>(model->layer, model->layer + model->layers), {}, false};
+    Handle* h = new Handle{*model, std::vector<Layer>(model->layer, model->layer + model->layers), {}, false, false};
     h->model.layer = h->layers.data();
     for (const Layer& l : h->layers)
         for (const Matrix* matrix : {&l.qkv, &l.k, &l.v, &l.out, &l.gate_up, &l.up, &l.down})
-            h->exact |= matrix->data && is_exact(matrix->kind);
+            if (matrix->data) h->exact |= is_exact(matrix->kind), h->wide |= by_256(matrix->kind);
     return h;
 }
 HS_API void hs_model_free(void* handle) { delete (Handle*)handle; }
@@ -235,6 +267,7 @@ static Forward prepared(Handle& h, const Call& c, Pool& pool, int tokens) {
     if (room.shares.size() < phases) room.shares = std::vector<Share>(phases);
     for (Share& share : room.shares) share.reset();
     room.runs.need(pool.size(), (int)phases);
+    room.ready.need(room.spans.size() * (m.heads * m.head_dim / (8 * GROUP)) + m.ffn / (8 * GROUP));
     const int kept = c.keep < 0 ? tokens : c.rows * c.keep;
     return {m,
             c,
@@ -244,8 +277,8 @@ static Forward prepared(Handle& h, const Call& c, Pool& pool, int tokens) {
             room.x.need((size_t)tokens * m.hidden),
             room.queries.need((size_t)tokens * m.heads * m.head_dim),
             room.normed.need(tokens, m.hidden, h.exact),
-            room.attended.need(tokens, m.heads * m.head_dim, h.exact),
-            room.gated.need(tokens, m.ffn, h.exact),
+            room.attended.need(tokens, m.heads * m.head_dim, h.exact || h.wide),
+            room.gated.need(tokens, m.ffn, h.exact || h.wide),
             room.last.need(kept ? kept : 1, m.hidden, is_exact(m.head.kind))};
 }
 
@@ -282,16 +315,18 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
     static thread_local Rounded rounded;
     static thread_local Runs runs;
     runs.need(((Pool*)pool)->size(), 1);
-    ProductCall call{m, rounded.need(tokens, m->inputs, is_exact(m->kind)), x, y, tokens, {}, &runs, (Pool*)pool};
+    ProductCall call{m, rounded.need(tokens, m->inputs, is_exact(m->kind), by_256(m->kind)), x, y, tokens, {}, &runs, (Pool*)pool};
     call.pool->run(
         [](void* argument, int thread) {
             ProductCall& p = *(ProductCall*)argument;
             const Matrix& m = *p.m;
-            for (int t; (t = p.rounding.take()) < p.tokens;)
-                for (int g = 0; g < m.inputs / GROUP; g++) {
-                    const float* x = p.x + (size_t)t * m.inputs + g * GROUP;
-                    round_group(p.in, t, g, load(x), load(x + LANES));
-                }
+            for (int t; (t = p.rounding.take()) < p.tokens;) {
+                const float* x = p.x + (size_t)t * m.inputs;
+                if (p.in.by_256)
+                    for (int b = 0; b < m.blocks(); b++) round_block(p.in, t, b, x + 8 * GROUP * b);
+                else
+                    for (int g = 0; g < m.inputs / GROUP; g++, x += GROUP) round_group(p.in, t, g, load(x), load(x + LANES));
+            }
             p.runs->reset(thread);
             p.pool->meet();
             shared_product(m, p.in, p.tokens, MOST_TILES, Turn{*p.runs, thread, 0}, [&](int tile, int t, vf v) {

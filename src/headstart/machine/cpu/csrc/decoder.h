@@ -77,18 +77,19 @@ template <typename T> class Buffer {
 
 class Rounded {
   public:
-    Inputs need(int tokens, int width, bool exact) {
+    Inputs need(int tokens, int width, bool exact, bool by_256 = false) {
         // Not a power of two apart: a prompt's groups would all want the same few lines of the caches.
         const int rows = tokens > MOST_TOKENS ? tokens | 1 : tokens;
         const size_t n = (size_t)rows * width, b = n / GROUP;
-        return {numbers_.need(n),    scales_.need(b),                   totals_.need(b), offsets_.need(b),
-                halves_.need(2 * b), exact ? exact_.need(n) : nullptr, width,           rows};
+        return {numbers_.need(n),    scales_.need(b), totals_.need(b),                   offsets_.need(b),
+                halves_.need(2 * b), pairs_.need(b),  exact ? exact_.need(n) : nullptr, width, rows, by_256};
     }
 
   private:
     Buffer<int8_t> numbers_;
     Buffer<float> scales_, totals_, exact_;
     Buffer<int32_t> offsets_, halves_;
+    Buffer<int16_t> pairs_;
 };
 
 struct Own {  // of one thread
@@ -102,6 +103,7 @@ struct Room {  // of one model; kept between forwards
     std::vector<Own> own;
     std::vector<Share> shares;
     Runs runs;
+    Ready ready;
     std::vector<Piece> pieces;
     std::vector<Place> places;
     std::vector<Span> spans;
@@ -114,7 +116,21 @@ HS_INLINE vf unit_scale(const float* x, float eps, int width) {
     return splat(1.0f / std::sqrt(sum(squares) / (float)width + eps));
 }
 
-// x [tokens, width], scaled to unit size and by ``weight``, rounded. ``which``: numbers of the tokens, or null for all.
+// The inputs as these matrices read them.
+inline Inputs read_by(Inputs in, std::initializer_list<const Matrix*> readers) {
+    bool exact = in.by_256 = false;
+    for (const Matrix* m : readers)
+        if (m->data) exact |= is_exact(m->kind), in.by_256 |= by_256(m->kind);
+    if (!exact && !in.by_256) in.exact = nullptr;
+    return in;
+}
+
+// Round 256 inputs that ``round_group`` kept.
+HS_INLINE void round_kept(const Inputs& in, int token, int block) {
+    round_block(in, token, block, in.exact + (size_t)token * in.width + 8 * GROUP * block);
+}
+
+// x [width], scaled to unit size and by ``weight``, rounded.
 void norm_token(const float* x, const float* weight, float eps, int width, const Inputs& to, int token);
 
 // Attention of some tokens of one row and some query heads that share keys; the result is rounded into ``to``.
@@ -137,7 +153,7 @@ constexpr int FEW = 16, NEIGHBOURS = 8;
 template <typename Make>
 Inputs prepare(Pool& pool, int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) {
     if (n <= FEW) {
-        const Inputs to = own.need(n, width, common.exact != nullptr);
+        const Inputs to = own.need(n, width, common.exact != nullptr, common.by_256);
         for (int t = 0; t < n; t++) make(to, t);
         return to;
     }

@@ -12,15 +12,17 @@
 //   FLOAT  32     2048 bytes, float32          none                                              the number itself
 //   BFLOAT 32     1024 bytes, bfloat16         none                                              the same
 //   HALF   32     1024 bytes, float16          none                                              the same
-//   Q4_K   256    256 bytes, two in each       8 x 16 bytes s, 8 x 16 bytes m (one for each      d * s * number - e * m
+//   Q4_K   256    256 bytes, two in each       8 x 16 bytes s, 4 x 32 bytes m (one for each      d * s * number - e * m
 //                                              group), 16 halves d, 16 halves e
 //   Q5_K   256    256 bytes, and 64 of bits 4  the same                                          the same
-//   Q6_K   256    256 bytes, and 128 of bits   16 x 16 signed bytes s (one for each 16 inputs),  d * s * (number - 32)
-//                 4 and 5                      16 halves d
+//   Q6_K   256    384 bytes, four in three     8 x 32 signed bytes s (one for each 16 inputs),   d * s * (number - 32)
+//                                              16 halves d
 //
 // Two in each: byte k of a lane has input k (of the group) in its low half and input k + 16 in its high half. Bits 4: bit
-// j of byte i of a lane belongs to input 4 * j + i. Bits 4 and 5: bits 2 * j and 2 * j + 1 of byte i belong to input
-// 4 * j + i; inputs 16 .. 31 have 64 bytes of their own.
+// j of byte i of a lane belongs to input 4 * j + i. Four in three: 16 inputs have 3 x 64 bytes. Byte i of a lane has input
+// i, i + 4 or i + 8 in its low six bits; their high bits are input i + 12's, the first byte has its lowest two. Where two
+// scales of an output lie side by side (m of groups 2 * i and 2 * i + 1, Q6_K's s of both halves of a group) a row of 16
+// outputs has 32 bytes.
 //
 // These are the numbers of GGUF's Q8_0 (INT8), Q4_0 and Q4_1 (INT4), Q4_K, Q5_K and Q6_K, none of them changed.
 #pragma once

@@ -25,6 +25,13 @@ template <int KIND> HS_INLINE void put_numbers(const uint8_t* n, uint8_t* group,
         for (int j = 0; j < 8; j++) memcpy(own + 64 * j, n + 4 * j, 4);
         return;
     }
+    if (KIND == Q6_K) {
+        for (int half = 0; half < 2; half++, n += 16)
+            for (int j = 0; j < 3; j++)
+                for (int i = 0; i < 4; i++)
+                    own[192 * half + 64 * j + i] = (uint8_t)(n[4 * j + i] | (n[12 + i] >> 2 * j & 3) << 6);
+        return;
+    }
     uint8_t both[16];
     for (int k = 0; k < 16; k++) both[k] = (uint8_t)((n[k] & 15) | n[k + 16] << 4);
     for (int j = 0; j < 4; j++) memcpy(own + 64 * j, both + 4 * j, 4);
@@ -33,12 +40,6 @@ template <int KIND> HS_INLINE void put_numbers(const uint8_t* n, uint8_t* group,
         for (int k = 0; k < GROUP; k++) high[k % 4] |= (uint8_t)((n[k] >> 4) << k / 4);
         memcpy(own + 256, high, 4);
     }
-    if (KIND == Q6_K)
-        for (int half = 0; half < 2; half++) {
-            uint8_t high[4] = {};
-            for (int k = 0; k < 16; k++) high[k % 4] |= (uint8_t)((n[16 * half + k] >> 4) << 2 * (k / 4));
-            memcpy(own + 256 + 64 * half, high, 4);
-        }
 }
 
 template <int KIND> HS_INLINE void get_numbers(const uint8_t* group, int lane, uint8_t* n) {
@@ -49,9 +50,13 @@ template <int KIND> HS_INLINE void get_numbers(const uint8_t* group, int lane, u
             n[k] = own[64 * j + i];
             continue;
         }
+        if (KIND == Q6_K) {
+            const uint8_t* three = own + 192 * (j / 4) + i;
+            n[k] = j % 4 < 3 ? three[64 * (j % 4)] & 63 : three[0] >> 6 | (three[64] >> 6) << 2 | (three[128] >> 6) << 4;
+            continue;
+        }
         n[k] = own[64 * (j % 4) + i] >> (j < 4 ? 0 : 4) & 15;
         if (KIND == Q5_K) n[k] |= (own[256 + i] >> j & 1) << 4;
-        if (KIND == Q6_K) n[k] |= (own[256 + j / 4 * 64 + i] >> 2 * (j % 4) & 3) << 4;
     }
 }
 
@@ -194,6 +199,9 @@ template <int KIND> HS_INLINE void file_numbers(const uint8_t* raw, int g, uint8
     }
 }
 
+// Where an output's scale ``i`` lies, of those that lie side by side in twos.
+int paired(int i, int lane) { return 32 * (i / 2) + 2 * lane + i % 2; }
+
 template <int KIND> void pack_256(const uint8_t* raw, uint8_t* block, int lane) {
     uint8_t n[GROUP], *scales = block + scales_at(KIND);
     for (int g = 0; g < 8; g++) {
@@ -201,13 +209,13 @@ template <int KIND> void pack_256(const uint8_t* raw, uint8_t* block, int lane) 
         put_numbers<KIND>(n, block + group_bytes(KIND) * g, lane);
     }
     if (KIND == Q6_K) {
-        for (int i = 0; i < 16; i++) scales[LANES * i + lane] = raw[192 + i];
+        for (int i = 0; i < 16; i++) scales[paired(i, lane)] = raw[192 + i];
         memcpy(scales + 256 + 2 * lane, raw + 208, 2);
         return;
     }
     uint8_t s[8], m[8];
     split_scales(raw + 4, s, m);
-    for (int g = 0; g < 8; g++) scales[LANES * g + lane] = s[g], scales[128 + LANES * g + lane] = m[g];
+    for (int g = 0; g < 8; g++) scales[LANES * g + lane] = s[g], scales[128 + paired(g, lane)] = m[g];
     memcpy(scales + 256 + 2 * lane, raw, 2);
     memcpy(scales + 288 + 2 * lane, raw + 2, 2);
 }
@@ -289,9 +297,9 @@ template <int KIND> void unpack_block(const uint8_t* block, int lane, float* to)
             if (KIND == INT8) *to++ = scale * (float)((int)n[k] - 128);
             if (KIND == INT4) *to++ = std::fma(scale, (float)n[k], least);
             if (KIND == Q4_K || KIND == Q5_K)
-                *to++ = scale * (float)(p[LANES * g + lane] * n[k]) - least * (float)p[128 + LANES * g + lane];
+                *to++ = scale * (float)(p[LANES * g + lane] * n[k]) - least * (float)p[128 + paired(g, lane)];
             if (KIND == Q6_K)
-                *to++ = scale * (float)((int8_t)p[LANES * (2 * g + k / 16) + lane] * ((int)n[k] - 32));
+                *to++ = scale * (float)((int8_t)p[paired(2 * g + k / 16, lane)] * ((int)n[k] - 32));
         }
     }
 }

@@ -149,6 +149,22 @@ class Runs {
     int phases_ = 0;
 };
 
+// Blocks that several threads make parts of: whoever brings a block's last part is told so.
+class Ready {
+  public:
+    void need(size_t blocks) {
+        if (blocks > parts_.size()) parts_ = std::vector<std::atomic<int>>(blocks);
+    }
+    bool add(size_t block, int parts, int all) {
+        if (parts_[block].fetch_add(parts, std::memory_order_acq_rel) + parts < all) return false;
+        parts_[block].store(0, std::memory_order_relaxed);  // nobody looks at it again before a barrier
+        return true;
+    }
+
+  private:
+    std::vector<std::atomic<int>> parts_;
+};
+
 struct Turn {  // a thread's in one phase
     Runs& runs;
     int thread, phase;

@@ -1,11 +1,48 @@
 // The products, compiled once.
-#include "product.h"
+#include "product_256.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
 namespace hs {
+
+void round_block(const Inputs& to, int token, int block, const float* x) {
+    vi bits = splat_int(0);  // of magnitudes, which have the order of the floats; infinities and NaN are the largest
+    for (int i = 0; i < 8 * GROUP; i += LANES) bits = larger((vi)magnitude(load(x + i)), bits);
+    const int32_t most_bits = greatest(bits);
+    float most;
+    memcpy(&most, &most_bits, sizeof most);
+    if (most_bits >= 0x7f800000) most = __builtin_nanf("");
+    const size_t at = (size_t)8 * block * to.rows + token;
+    Sums sums[8];
+    const auto round_by = [&](vf inverse) {  // the largest sum of 16 magnitudes
+        int32_t largest = 0;
+        for (int g = 0; g < 8; g++, x += GROUP) {
+            sums[g] = to_bytes(load(x) * inverse, load(x + LANES) * inverse, to.numbers + (at + (size_t)g * to.rows) * GROUP);
+            for (int32_t size : sums[g].size) largest = size > largest ? size : largest;
+        }
+        x -= 8 * GROUP;
+        return largest;
+    };
+    const int32_t size = round_by(splat(inverse_of(most)));
+    if (size > MOST_SIZE) {  // each number can be half of one off, before and after
+        most *= (float)size / (float)(MOST_SIZE - 16);
+        round_by(splat(inverse_of(most)));
+    }
+    for (int g = 0; g < 8; g++) {
+        keep_sums(to, at + (size_t)g * to.rows, most / 127.0f, sums[g]);
+        to.pairs[2 * ((size_t)(4 * block + g / 2) * to.rows + token) + g % 2] = (int16_t)(sums[g].sum[0] + sums[g].sum[1]);
+    }
+}
+
+template <int KIND, int W, int TILES>
+static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
+    if constexpr (by_256(KIND))
+        by_256_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
+    else
+        product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
+}
 
 template <int KIND>
 static void run(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
@@ -15,11 +52,11 @@ static void run(const Matrix& m, int first, int count, const Inputs& in, int tok
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;
         if (count - i >= 4)
-            product<KIND, 2, 4>(p, stride, blocks, in, tokens, to), i += 4;
+            some_tiles<KIND, 2, 4>(p, stride, blocks, in, tokens, to), i += 4;
         else if (count - i >= 2)
-            product<KIND, 2, 2>(p, stride, blocks, in, tokens, to), i += 2;
+            some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to), i += 2;
         else
-            product<KIND, 1, 1>(p, stride, blocks, in, tokens, to), i += 1;
+            some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to), i += 1;
     }
 }
 

@@ -4,6 +4,7 @@
 //
 // Activations are rounded to 8 bits for each token and each group of 32, so a token's results depend on nothing but the
 // token: sums inside a group are whole numbers, and groups are added up in order, whatever else is computed beside it.
+// Where a matrix with blocks of 256 reads them, 256 share a scale, so that sums stay whole for as long (block_256.h).
 #pragma once
 #include "block.h"
 
@@ -18,45 +19,77 @@ struct Inputs {
     float* totals;     // the same: scale * sum of the group's numbers, for minima
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
     int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32
+    int16_t* pairs;    // [width / 64, rows, 2] sum of a group's numbers, for minima; only of those by 256
     float* exact;      // [rows, width], or null
     int width, rows;
+    bool by_256;       // 256 share a scale: ``round_group`` keeps them exact, until ``round_block`` has all of them
 
-    Inputs from(int token) const { return moved(token, (size_t)token * width, width); }
-    Inputs part(int first, int wide) const {  // of one token: its inputs from ``first`` on, a multiple of 32
-        return moved((size_t)first / GROUP * rows, first, wide);
+    Inputs from(int token) const { return moved(token, token, (size_t)token * width, width); }
+    Inputs part(int first, int wide) const {  // of one token: its inputs from ``first`` on, a multiple of 32; not by 256
+        return moved((size_t)first / GROUP * rows, 0, first, wide);
     }
 
   private:
-    Inputs moved(size_t groups, size_t n, int wide) const {
-        return {numbers + groups * GROUP, scales + groups, totals + groups, offsets + groups,
-                halves + 2 * groups,      exact ? exact + n : nullptr, wide, rows};
+    Inputs moved(size_t groups, size_t twos, size_t n, int wide) const {
+        return {numbers + groups * GROUP, scales + groups,  totals + groups,              offsets + groups,
+                halves + 2 * groups,      pairs + 2 * twos, exact ? exact + n : nullptr, wide, rows, by_256};
     }
 };
 
-// Numbers -127 .. 127 to bytes, and the sum of the first 16 and of the others.
+// Numbers -127 .. 127 to bytes; the sums and the sums of magnitudes of the first 16 and of the others.
+struct Sums {
+    int32_t sum[2], size[2];
+};
+#if defined(__AVX2__)
+HS_INLINE __m128i quad_sums(__m128i unsigned_bytes, __m128i signed_bytes) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-HS_INLINE void to_bytes(vf a, vf b, int8_t* to, int32_t* sums) {
-    const __m128i p = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)a));
-    const __m128i q = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)b));
-    const __m128i none = _mm_setzero_si128(), ones = _mm_set1_epi8(1);
+    return _mm_dpbusd_epi32(_mm_setzero_si128(), unsigned_bytes, signed_bytes);
+#else
+    return _mm_madd_epi16(_mm_maddubs_epi16(unsigned_bytes, signed_bytes), _mm_set1_epi16(1));
+#endif
+}
+HS_INLINE __m128i sixteen_bytes(vf v) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v));
+#else
+    union { vf v; __m256 h[2]; } x{v};
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.h[0]), _mm256_cvtps_epi32(x.h[1]));  // quarters 0 2 1 3
+    const __m256i right = _mm256_permute4x64_epi64(words, 0xd8);
+    return _mm_packs_epi16(_mm256_castsi256_si128(right), _mm256_extracti128_si256(right, 1));
+#endif
+}
+HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
+    const __m128i p = sixteen_bytes(a), q = sixteen_bytes(b), ones = _mm_set1_epi8(1);
     _mm_storeu_si128((__m128i*)to, p);
     _mm_storeu_si128((__m128i*)to + 1, q);
-    __m128i s = _mm_hadd_epi32(_mm_dpbusd_epi32(none, ones, p), _mm_dpbusd_epi32(none, ones, q));
-    s = _mm_hadd_epi32(s, s);
-    sums[0] = _mm_cvtsi128_si32(s);
-    sums[1] = _mm_extract_epi32(s, 1);
+    const __m128i sums = _mm_hadd_epi32(quad_sums(ones, p), quad_sums(ones, q));
+    const __m128i sizes = _mm_hadd_epi32(quad_sums(_mm_abs_epi8(p), ones), quad_sums(_mm_abs_epi8(q), ones));
+    Sums found;
+    _mm_storeu_si128((__m128i*)&found, _mm_hadd_epi32(sums, sizes));
+    return found;
 }
 #else
-HS_INLINE void to_bytes(vf a, vf b, int8_t* to, int32_t* sums) {
+HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
     typedef int8_t v16b __attribute__((vector_size(16)));
     const vi x = __builtin_convertvector(round_even(a), vi), y = __builtin_convertvector(round_even(b), vi);
     const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
     memcpy(to, &p, 16);
     memcpy(to + 16, &q, 16);
-    sums[0] = sum(x);
-    sums[1] = sum(y);
+    return {{sum(x), sum(y)}, {sum(x < 0 ? -x : x), sum(y < 0 ? -y : y)}};
 }
 #endif
+
+// What belongs to a group's numbers.
+HS_INLINE void keep_sums(const Inputs& to, size_t at, float scale, const Sums& of) {
+    const int32_t total = of.sum[0] + of.sum[1];
+    to.scales[at] = scale;
+    to.totals[at] = scale * (float)total;
+    to.offsets[at] = -128 * total;
+    to.halves[2 * at] = -32 * of.sum[0];
+    to.halves[2 * at + 1] = -32 * of.sum[1];
+}
+
+HS_INLINE float inverse_of(float most) { return most > 1e-36f ? 127.0f / most : 0.0f; }  // never infinite
 
 // Round 32 inputs of a token. Infinities and NaN make the scale NaN, so that they are seen in the end.
 HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
@@ -65,47 +98,25 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
         store(exact, a);
         store(exact + LANES, b);
     }
+    if (to.by_256) return;
     const float most = greatest(larger(magnitude(a), magnitude(b)));
-    const float inverse = most > 1e-36f ? 127.0f / most : 0.0f;  // never infinite
+    const vf inverse = splat(inverse_of(most));
     const size_t at = (size_t)group * to.rows + token;
-    int32_t sums[2];
-    to_bytes(a * splat(inverse), b * splat(inverse), to.numbers + at * GROUP, sums);
-    const int32_t total = sums[0] + sums[1];
-    const float scale = most / 127.0f + not_finite(a + b);
-    to.scales[at] = scale;
-    to.totals[at] = scale * (float)total;
-    to.offsets[at] = -128 * total;
-    to.halves[2 * at] = -32 * sums[0];
-    to.halves[2 * at + 1] = -32 * sums[1];
+    const Sums sums = to_bytes(a * inverse, b * inverse, to.numbers + at * GROUP);
+    keep_sums(to, at, most / 127.0f + not_finite(a + b), sums);
 }
 
-// A block's scales for its 16 outputs, those that all its groups share.
-template <int KIND> struct Shared {
+// Round 256 inputs of a token by one scale: the largest number's, or a coarser one where 16 numbers would be larger than
+// MOST_SIZE together (half of what they can be, and twice what they mostly are).
+void round_block(const Inputs& to, int token, int block, const float* x);
+
+// A group's scales.
+template <int KIND> struct Scales {
     vf scale, least;
 
-    HS_INLINE void from(const uint8_t* p) {  // where the block's scales begin
-        if (!by_256(KIND)) return;
-        scale = load_half((const uint16_t*)(p + 256));
-        if (KIND != Q6_K) least = -load_half((const uint16_t*)(p + 288));
-    }
-};
-
-// A group's scales, exactly (a half times a byte is a float).
-template <int KIND> struct Scales {
-    vf scale, least, first, second;
-
-    HS_INLINE void from(const Shared<KIND>& all, const uint8_t* p, int g) {  // ``g``: number of the group in the block
-        if (KIND == INT8 || KIND == INT4) scale = load_half((const uint16_t*)p);
+    HS_INLINE void from(const uint8_t* p) {
+        scale = load_half((const uint16_t*)p);
         if (KIND == INT4) least = load_half((const uint16_t*)(p + 32));
-        if (KIND == Q4_K || KIND == Q5_K) {
-            scale = all.scale * load_bytes(p + LANES * g);
-            least = all.least * load_bytes(p + 128 + LANES * g);
-        }
-        if (KIND == Q6_K) {
-            scale = all.scale;
-            first = load_bytes((const int8_t*)p + 2 * LANES * g);
-            second = load_bytes((const int8_t*)p + 2 * LANES * g + LANES);
-        }
     }
 };
 
@@ -117,34 +128,28 @@ constexpr size_t AHEAD = 4096;   // bytes that weights are asked for before they
 // group, groups in order.
 template <int KIND, int W, int N>
 HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const Inputs& in, size_t at, int tokens, vf* out) {
-    vf dot[N][W], second[N][W];
-    if (KIND == Q6_K)
-        numbers.template dots<N>(in.numbers + at * GROUP, in.halves + 2 * at, dot, second);
-    else
-        numbers.template dot<KIND, N>(in.numbers + at * GROUP, in.offsets + at, dot);
+    vf dot[N][W];
+    numbers.template dot<KIND, N>(in.numbers + at * GROUP, in.offsets + at, dot);
     for (int t = 0; t < N; t++) {
         const vf scale = splat(in.scales[at + t]), total = splat(in.totals[at + t]);
         for (int i = 0; i < W; i++) {
-            if (KIND == Q6_K) dot[t][i] = fma(second[t][i], own[i].second, dot[t][i] * own[i].first);  // exact, too
             vf s = fma(dot[t][i], own[i].scale * scale, out[i * tokens + t]);
-            if (KIND != INT8 && KIND != Q6_K) s = fma(own[i].least, total, s);
+            if (KIND == INT4) s = fma(own[i].least, total, s);
             out[i * tokens + t] = s;
         }
     }
 }
 
-constexpr int STEP = 8;  // groups between two looks at the sums in memory: a block of 256 inputs, or several of 32
+constexpr int STEP = 8;  // groups between two looks at the sums in memory
 
 // Groups g .. g + count - 1 of W tiles times N tokens, whose sums are in registers meanwhile: tile i's part is added to
 // out[i * N + t]. ``ahead``: where weights are asked for, an equal part of all TILES tiles for each of their groups.
 template <int KIND, int W, int TILES, int N>
 HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t stride, int g, int count, const Inputs& in,
                         vf* out) {
-    constexpr size_t PART = block_bytes(KIND) / block_groups(KIND), ASKED = PART * W / TILES;
+    constexpr size_t PART = block_bytes(KIND), ASKED = PART * W / TILES;
     constexpr int TWO = N < 2 ? 1 : 2;  // tokens at once
-    Shared<KIND> shared[W];
     vf sums[W * N];
-    for (int i = 0; i < W; i++) shared[i].from(tile[i] + PART * g + scales_at(KIND));
     for (int i = 0; i < W * N; i++) sums[i] = out[i];
 #pragma GCC unroll 1
     for (int k = 0; k < count; k++) {
@@ -153,9 +158,9 @@ HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t
         for (int i = 0; i < TILES; i++)
             for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * k + line);
         for (int i = 0; i < W; i++) {
-            const uint8_t* block = tile[i] + PART * (by_256(KIND) ? g : g + k);
-            numbers.template unpack<KIND>(i, block + (by_256(KIND) ? group_bytes(KIND) * k : 0));
-            own[i].from(shared[i], block + scales_at(KIND), k);
+            const uint8_t* block = tile[i] + PART * (g + k);
+            numbers.template unpack<KIND>(i, block);
+            own[i].from(block + scales_at(KIND));
         }
         const size_t at = (size_t)(g + k) * in.rows;
 #pragma GCC unroll 4
@@ -170,9 +175,8 @@ HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t
 
 // Two to four tokens: ``product`` in steps. One alone waits for memory, which is read faster group by group.
 template <int KIND, int W, int TILES, int N>
-__attribute__((noinline)) void few_product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, vf* out) {
-    constexpr size_t PART = block_bytes(KIND) / block_groups(KIND);
-    const int groups = blocks * block_groups(KIND);
+__attribute__((noinline)) void few_product(const uint8_t* data, size_t stride, int groups, const Inputs& in, vf* out) {
+    constexpr size_t PART = block_bytes(KIND);
     for (int i = 0; i < TILES * N; i++) out[i] = splat(0.0f);
     for (int g = 0; g < groups; g += STEP)
         for (int first = 0; first < TILES; first += W) {
@@ -188,40 +192,35 @@ __attribute__((noinline)) void few_product(const uint8_t* data, size_t stride, i
 // for token t. Tiles are streams of memory, which a core reads faster together than one by one: what is asked for behind a
 // tile's end is the stream's next tile. Sums of many tokens are kept in ``out``, so that the registers hold the weights.
 template <int KIND, int W, int TILES>
-HS_INLINE void product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
-    if constexpr (Block<W>::FEW >= 4 && KIND != Q6_K) {
-        if (tokens == 2) return few_product<KIND, W, TILES, 2>(data, stride, blocks, in, out);
-        if (tokens == 3) return few_product<KIND, W, TILES, 3>(data, stride, blocks, in, out);
-        if (tokens == 4) return few_product<KIND, W, TILES, 4>(data, stride, blocks, in, out);
+HS_INLINE void product(const uint8_t* data, size_t stride, int groups, const Inputs& in, int tokens, vf* out) {
+    if constexpr (Block<W>::FEW >= 4) {
+        if (tokens == 2) return few_product<KIND, W, TILES, 2>(data, stride, groups, in, out);
+        if (tokens == 3) return few_product<KIND, W, TILES, 3>(data, stride, groups, in, out);
+        if (tokens == 4) return few_product<KIND, W, TILES, 4>(data, stride, groups, in, out);
     }
-    constexpr int MOST = KIND == Q6_K ? 1 : 4;  // tokens at once: as many as there are registers for
-    constexpr size_t PART = block_bytes(KIND) / block_groups(KIND);
+    constexpr size_t PART = block_bytes(KIND);
     for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
     size_t at = 0;  // the group's place among the inputs
-    for (int b = 0; b < blocks; b++) {
-        Shared<KIND> shared[TILES];
-        for (int i = 0; i < TILES; i++) shared[i].from(data + stride * i + block_bytes(KIND) * b + scales_at(KIND));
-        for (int g = 0; g < block_groups(KIND); g++, at += in.rows)
-            for (int first = 0; first < TILES; first += W) {
-                Block<W> numbers;
-                Scales<KIND> own[W];
-                for (int i = 0; i < W; i++) {
-                    const uint8_t *tile = data + stride * (first + i), *block = tile + block_bytes(KIND) * b;
-                    const size_t from = block_bytes(KIND) * b + PART * g + AHEAD;
-                    const uint8_t* ahead = tile + from + (from < stride ? 0 : stride * (TILES - 1));
-                    for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + line);
-                    numbers.template unpack<KIND>(i, block + group_bytes(KIND) * g);
-                    own[i].from(shared[first + i], block + scales_at(KIND), g);
-                }
-                vf* to = out + first * tokens;
-                int t = 0;
-#pragma GCC unroll 1
-                for (; t + MOST <= tokens; t += MOST) add_group<KIND, W, MOST>(numbers, own, in, at + t, tokens, to + t);
-                if (MOST > 3 && tokens - t == 3) add_group<KIND, W, 3>(numbers, own, in, at + t, tokens, to + t);
-                if (MOST > 2 && tokens - t == 2) add_group<KIND, W, 2>(numbers, own, in, at + t, tokens, to + t);
-                if (MOST > 1 && tokens - t == 1) add_group<KIND, W, 1>(numbers, own, in, at + t, tokens, to + t);
+    for (int g = 0; g < groups; g++, at += in.rows)
+        for (int first = 0; first < TILES; first += W) {
+            Block<W> numbers;
+            Scales<KIND> own[W];
+            for (int i = 0; i < W; i++) {
+                const uint8_t *tile = data + stride * (first + i), *block = tile + PART * g;
+                const size_t from = PART * g + AHEAD;
+                const uint8_t* ahead = tile + from + (from < stride ? 0 : stride * (TILES - 1));
+                for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + line);
+                numbers.template unpack<KIND>(i, block);
+                own[i].from(block + scales_at(KIND));
             }
-    }
+            vf* to = out + first * tokens;
+            int t = 0;
+#pragma GCC unroll 1
+            for (; t + 4 <= tokens; t += 4) add_group<KIND, W, 4>(numbers, own, in, at + t, tokens, to + t);
+            if (tokens - t == 3) add_group<KIND, W, 3>(numbers, own, in, at + t, tokens, to + t);
+            if (tokens - t == 2) add_group<KIND, W, 2>(numbers, own, in, at + t, tokens, to + t);
+            if (tokens - t == 1) add_group<KIND, W, 1>(numbers, own, in, at + t, tokens, to + t);
+        }
 }
 
 // 16 outputs' weights for input k of a tile that is not rounded.

@@ -1,0 +1,206 @@
+// One group of the kinds that have blocks of 256 (Q4_K, Q5_K, Q6_K): sums of products times their scales, in whole numbers.
+//
+// Knows: the multiplications of each kind of processor. Does not know: what follows a block, tiles, matrices.
+//
+// A token's 256 numbers share a scale, and so do a block's 256 of an output. All that lies between is whole: a block adds
+//
+//   scale of the token * (d * whole - e * least)
+//   whole = sum over groups of s * (sum of products)      least = sum over groups of m * (sum of the token's numbers)
+//
+// with sums of less than 2^31 that are the same in any order. So a group costs one multiplication for each token and tile
+// behind its sums of products, where floats need four steps. That multiplication takes 16 bits, and sums of products fit
+// them because ``round_block`` in product.h keeps the magnitudes of 16 numbers of a token at 1023 in all:
+//
+//   Q4_K  32 inputs: 2 * 1023 * 15      Q5_K  16 inputs: 1023 * 31      Q6_K  16 inputs, less the 32: 1023 * 32
+#pragma once
+#include "block.h"
+
+namespace hs {
+
+constexpr int MOST_SIZE = 1023;  // of 16 numbers of a token, see above
+
+// Sums of the numbers of groups 2 * i and 2 * i + 1, 16 bits each, of one token; ``apart``: how far the next i is.
+struct Pairs {
+    const four_numbers* first;
+    size_t apart;
+    HS_INLINE const four_numbers& operator[](int i) const { return first[apart * i]; }
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+template <int KIND, int W> struct ScaledBlock {
+    static constexpr int PARTS = KIND == Q4_K ? 1 : 2;  // sums of a group that fit 16 bits
+    Block<W> numbers;
+    __m512i s[W][PARTS];  // 16 bits in each lane, and 16 of zeros, because a sum's upper half is only its sign
+
+    HS_INLINE void from(int tile, const uint8_t* block, int g) {  // ``g``: number of the group in the block
+        const uint8_t* scales = block + scales_at(KIND);
+        numbers.template unpack<KIND>(tile, block + group_bytes(KIND) * g);
+        for (int part = 0; part < PARTS; part++)
+            if (KIND == Q6_K)
+                s[tile][part] = _mm512_maskz_cvtepi8_epi16(
+                    0x55555555, _mm256_loadu_si256((const __m256i*)(scales + 2 * LANES * g + part)));
+            else
+                s[tile][part] = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + LANES * g)));
+    }
+    // whole[i * apart + t] += tile i's products with token t. ``halves``: see ``Inputs``.
+    template <int N> HS_INLINE void add(const int8_t* a, const int32_t* halves, vi* whole, int apart) const {
+        for (int part = 0; part < PARTS; part++) {
+            __m512i found[N][W];
+            for (int t = 0; t < N; t++)
+                for (int i = 0; i < W; i++)
+                    found[t][i] = KIND == Q6_K ? _mm512_set1_epi32(halves[2 * t + part]) : _mm512_setzero_si512();
+            if (PARTS == 1)
+                numbers.template some<0, 8, N>(a, found);
+            else if (part == 0)
+                numbers.template some<0, 4, N>(a, found);
+            else
+                numbers.template some<4, 8, N>(a, found);
+            for (int t = 0; t < N; t++)
+                for (int i = 0; i < W; i++) {
+                    vi& to = whole[i * apart + t];
+                    to = (vi)_mm512_dpwssd_epi32((__m512i)to, found[t][i], s[i][part]);
+                }
+        }
+    }
+};
+
+struct Minima {
+    __m512i m[4];
+    HS_INLINE void from(const uint8_t* p) {
+        for (int i = 0; i < 4; i++) m[i] = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(p + 32 * i)));
+    }
+    HS_INLINE vi times(Pairs pairs) const {
+        __m512i s = _mm512_setzero_si512();
+        for (int i = 0; i < 4; i++) s = _mm512_dpwssd_epi32(s, m[i], in_all_lanes(&pairs[i]));
+        return (vi)s;
+    }
+};
+
+#elif defined(__AVX2__)
+
+union HalfSums { vi v; __m256i h[2]; };
+
+template <int KIND, int W> struct ScaledBlock {
+    static constexpr int PARTS = KIND == Q4_K ? 1 : 2;
+    Block<W> numbers;
+    __m256i s[W][2];  // of outputs 0 .. 7 and 8 .. 15: two equal ones of 16 bits for each; Q6_K: those of both parts
+
+    HS_INLINE void from(int tile, const uint8_t* block, int g) {
+        const uint8_t* scales = block + scales_at(KIND);
+        numbers.template unpack<KIND>(tile, block + group_bytes(KIND) * g);
+        for (int half = 0; half < 2; half++) {
+            if (KIND == Q6_K) {
+                s[tile][half] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(scales + 2 * LANES * g + LANES * half)));
+                continue;
+            }
+            const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(scales + LANES * g + 8 * half)));
+            s[tile][half] = _mm256_or_si256(x, _mm256_slli_epi32(x, 16));
+        }
+    }
+    template <int N> HS_INLINE void add(const int8_t* a, const int32_t* halves, vi* whole, int apart) const {
+        for (int t = 0; t < N; t++)
+            for (int half = 0; half < 2; half++) add_half(a + GROUP * t, halves + 2 * t, half, whole + t, apart);
+    }
+
+  private:
+    HS_INLINE void add_half(const int8_t* a, const int32_t* halves, int half, vi* whole, int apart) const {
+        __m256i found[W], second[W];
+        if (KIND == Q6_K) {
+            numbers.template some<KIND>(a, half, 0, 4, found);
+            numbers.template some<KIND>(a, half, 4, 8, second);
+            for (int i = 0; i < W; i++) {
+                const __m256i x = _mm256_add_epi32(found[i], _mm256_set1_epi32(halves[0]));
+                const __m256i y = _mm256_add_epi32(second[i], _mm256_set1_epi32(halves[1]));
+                found[i] = _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xaa);
+            }
+            return scale(found, half, whole, apart);
+        }
+        for (int part = 0; part < PARTS; part++) {
+            numbers.template pairs<KIND>(a, half, 8 / PARTS * part, 8 / PARTS * (part + 1), found);
+            scale(found, half, whole, apart);
+        }
+    }
+    HS_INLINE void scale(const __m256i* found, int half, vi* whole, int apart) const {
+        for (int i = 0; i < W; i++) {
+            __m256i& to = ((HalfSums*)(whole + i * apart))->h[half];
+            to = _mm256_add_epi32(to, _mm256_madd_epi16(found[i], s[i][half]));
+        }
+    }
+};
+
+struct Minima {
+    __m256i m[8];
+    HS_INLINE void from(const uint8_t* p) {
+        for (int i = 0; i < 8; i++) m[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
+    }
+    HS_INLINE vi times(Pairs pairs) const {
+        HalfSums s{};
+        for (int i = 0; i < 8; i++)
+            s.h[i % 2] = _mm256_add_epi32(s.h[i % 2], _mm256_madd_epi16(m[i], _mm256_set1_epi32(pairs[i / 2])));
+        return s.v;
+    }
+};
+
+#else
+
+// Whole numbers of 32 bits, from ``Block::some``.
+template <int KIND, int W> struct ScaledBlock {
+    static constexpr int PARTS = KIND == Q6_K ? 2 : 1;
+    Block<W> numbers;
+    vi s[W][PARTS];
+
+    HS_INLINE void from(int tile, const uint8_t* block, int g) {
+        const uint8_t* scales = block + scales_at(KIND);
+        numbers.template unpack<KIND>(tile, block + group_bytes(KIND) * g);
+        int32_t own[PARTS][LANES];
+        for (int part = 0; part < PARTS; part++) {
+            for (int o = 0; o < LANES; o++)
+                own[part][o] = KIND == Q6_K ? (int8_t)scales[2 * (LANES * g + o) + part] : scales[LANES * g + o];
+            memcpy(&s[tile][part], own[part], sizeof own[part]);
+        }
+    }
+    template <int N> HS_INLINE void add(const int8_t* a, const int32_t* halves, vi* whole, int apart) const {
+        for (int t = 0; t < N; t++, a += GROUP, halves += 2)
+            for (int i = 0; i < W; i++)
+                for (int part = 0; part < PARTS; part++) {
+                    const int from = 8 / PARTS * part, offset = KIND == Q6_K ? halves[part] : 0;
+                    whole[i * apart + t] += s[i][part] * found(i, a, offset, from, from + 8 / PARTS);
+                }
+    }
+
+  private:
+#if defined(__ARM_FEATURE_DOTPROD)
+    HS_INLINE vi found(int tile, const int8_t* a, int32_t offset, int from, int to) const {
+        union { vi v; int32x4_t q[4]; } sums;
+        for (int q = 0; q < 4; q++) {
+            sums.q[q] = vdupq_n_s32(offset);
+            for (int j = from; j < to; j += 4) sums.q[q] = Block<W>::some(sums.q[q], numbers.w[tile], j, q, vld1q_s8(a + 4 * j));
+        }
+        return sums.v;
+    }
+#else
+    HS_INLINE vi found(int tile, const int8_t* a, int32_t offset, int from, int to) const {
+        return Block<W>::some(numbers.w[tile], a, offset, from, to);
+    }
+#endif
+};
+
+struct Minima {
+    const uint8_t* m;
+    HS_INLINE void from(const uint8_t* p) { m = p; }
+    HS_INLINE vi times(Pairs pairs) const {
+        int32_t s[LANES] = {};
+        for (int i = 0; i < 4; i++) {
+            const int32_t first = (int16_t)(pairs[i] & 0xffff), second = pairs[i] >> 16;
+            for (int o = 0; o < LANES; o++) s[o] += m[32 * i + 2 * o] * first + m[32 * i + 2 * o + 1] * second;
+        }
+        vi v;
+        memcpy(&v, s, sizeof v);
+        return v;
+    }
+};
+
+#endif
+
+}  // namespace hs
