@@ -82,14 +82,17 @@ def product(record: MatrixRecord, x: Tensor, level: str, threads: int = 1) -> Te
 
 
 def rounded(x: Tensor, by: int = 32) -> Tensor:
-    """What the kernels make of activations: 8 bits, one scale for each group of ``by``. Where 256 share one, 16 numbers
-    are no larger than 1023 together: else the scale is coarser."""
-    groups = x.view(len(x), -1, by)
-    scale = groups.abs().amax(-1, keepdim=True) / 127
+    """What the kernels make of activations: 8 bits and a scale for each group of 32. Where 256 share one, a group's is a
+    half, a quarter or an eighth of it, if that is enough for its largest number and for 16 to be 1007 at the most."""
+    groups = x.view(len(x), -1, 32)
+    least = groups.abs().amax(-1, keepdim=True)
     if by == 256:
-        numbers = (groups / scale.clamp_min(1e-30)).round()
-        largest = numbers.abs().view(len(x), -1, 16, 16).sum(-1).amax(-1, keepdim=True)
-        scale = torch.where(largest > 1023, scale * largest / 1007, scale)
+        together = groups.abs().view(len(x), -1, 2, 16).sum(-1).amax(-1, keepdim=True)
+        blocks = torch.maximum(least, together * (127 / 1007)).view(len(x), -1, 8)
+        most = blocks.amax(-1, keepdim=True).expand_as(blocks)
+        finer = sum((blocks <= most * part).float() for part in (0.5, 0.25, 0.125))
+        least = (most * 0.5**finer).reshape(least.shape)
+    scale = least / 127
     return ((groups / scale.clamp_min(1e-30)).round() * scale).view_as(x)
 
 

@@ -36,6 +36,13 @@ HS_INLINE __m512i in_all_lanes(const four_numbers* four) {
     return x;
 }
 
+// Said plainly, because compilers copy a register of zeros, which is not always free.
+HS_INLINE __m512i nothing() {
+    __m512i x;
+    __asm__ volatile("vpxor %x0, %x0, %x0" : "=x"(x));
+    return x;
+}
+
 // The upper half of each byte.
 HS_INLINE __m512i upper(__m512i x) {
 #if defined(__GFNI__)
@@ -105,7 +112,7 @@ template <int W> struct Block {
     template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
         __m512i s[N][W];
         for (int t = 0; t < N; t++)
-            for (int i = 0; i < W; i++) s[t][i] = KIND == INT8 ? _mm512_set1_epi32(offset[t]) : _mm512_setzero_si512();
+            for (int i = 0; i < W; i++) s[t][i] = KIND == INT8 ? _mm512_set1_epi32(offset[t]) : nothing();
         some<0, 8, N>(a, s);
         for (int t = 0; t < N; t++)
             for (int i = 0; i < W; i++) found[t][i] = (vf)_mm512_cvtepi32_ps(s[t][i]);

@@ -2,14 +2,16 @@
 //
 // Knows: the multiplications of each kind of processor. Does not know: what follows a block, tiles, matrices.
 //
-// A token's 256 numbers share a scale, and so do a block's 256 of an output. All that lies between is whole: a block adds
+// A token's 256 numbers share a scale, but for a factor of each group (1, 2, 4 or 8), and so do a block's 256 of an output.
+// All that lies between is whole: a block adds
 //
 //   scale of the token * (d * whole - e * least)
-//   whole = sum over groups of s * (sum of products)      least = sum over groups of m * (sum of the token's numbers)
+//   whole = sum over groups of factor * s * (sum of products)
+//   least = sum over groups of factor * m * (sum of the token's numbers)
 //
-// with sums of less than 2^31 that are the same in any order. So a group costs one multiplication for each token and tile
-// behind its sums of products, where floats need four steps. That multiplication takes 16 bits, and sums of products fit
-// them because ``round_block`` in product.h keeps the magnitudes of 16 numbers of a token at 1023 in all:
+// with sums of less than 2^31 that are the same in any order. So a group costs two multiplications for each token and tile
+// behind its sums of products, where floats need four steps. They take 16 bits, and sums of products fit them because
+// ``round_block`` in product.h keeps the magnitudes of 16 numbers of a token at 1023 in all:
 //
 //   Q4_K  32 inputs: 2 * 1023 * 15      Q5_K  16 inputs: 1023 * 31      Q6_K  16 inputs, less the 32: 1023 * 32
 #pragma once
@@ -19,7 +21,7 @@ namespace hs {
 
 constexpr int MOST_SIZE = 1023;  // of 16 numbers of a token, see above
 
-// Sums of the numbers of groups 2 * i and 2 * i + 1, 16 bits each, of one token; ``apart``: how far the next i is.
+// Sums of the numbers of groups 2 * i and 2 * i + 1 times their factors, 16 bits each, of one token; ``apart``: how far the next i is.
 struct Pairs {
     const four_numbers* first;
     size_t apart;
@@ -43,25 +45,31 @@ template <int KIND, int W> struct ScaledBlock {
             else
                 s[tile][part] = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + LANES * g)));
     }
-    // whole[i * apart + t] += tile i's products with token t. ``halves``: see ``Inputs``.
-    template <int N> HS_INLINE void add(const int8_t* a, const int32_t* halves, vi* whole, int apart) const {
+    // whole[i * apart + t] += tile i's products with token t. ``halves`` and ``factors``: see ``Inputs``.
+    template <int N>
+    HS_INLINE void add(const int8_t* a, const int32_t* halves, const four_numbers* factors, vi* whole, int apart) const {
+        __m512i sums[N][W];
         for (int part = 0; part < PARTS; part++) {
             __m512i found[N][W];
             for (int t = 0; t < N; t++)
                 for (int i = 0; i < W; i++)
-                    found[t][i] = KIND == Q6_K ? _mm512_set1_epi32(halves[2 * t + part]) : _mm512_setzero_si512();
+                    found[t][i] = KIND == Q6_K ? _mm512_set1_epi32(halves[2 * t + part]) : nothing();
             if (PARTS == 1)
                 numbers.template some<0, 8, N>(a, found);
             else if (part == 0)
                 numbers.template some<0, 4, N>(a, found);
             else
                 numbers.template some<4, 8, N>(a, found);
-            for (int t = 0; t < N; t++)
+            for (int t = 0; t < N; t++) {
+                const __m512i factor = in_all_lanes(factors + t);
                 for (int i = 0; i < W; i++) {
-                    vi& to = whole[i * apart + t];
-                    to = (vi)_mm512_dpwssd_epi32((__m512i)to, found[t][i], s[i][part]);
+                    const __m512i before = part ? sums[t][i] : (__m512i)whole[i * apart + t];
+                    sums[t][i] = _mm512_dpwssd_epi32(before, found[t][i], _mm512_mullo_epi16(s[i][part], factor));
                 }
+            }
         }
+        for (int t = 0; t < N; t++)
+            for (int i = 0; i < W; i++) whole[i * apart + t] = (vi)sums[t][i];
     }
 };
 
@@ -98,13 +106,16 @@ template <int KIND, int W> struct ScaledBlock {
             s[tile][half] = _mm256_or_si256(x, _mm256_slli_epi32(x, 16));
         }
     }
-    template <int N> HS_INLINE void add(const int8_t* a, const int32_t* halves, vi* whole, int apart) const {
-        for (int t = 0; t < N; t++)
-            for (int half = 0; half < 2; half++) add_half(a + GROUP * t, halves + 2 * t, half, whole + t, apart);
+    template <int N>
+    HS_INLINE void add(const int8_t* a, const int32_t* halves, const four_numbers* factors, vi* whole, int apart) const {
+        for (int t = 0; t < N; t++) {
+            const __m256i factor = _mm256_set1_epi32(factors[t]);
+            for (int half = 0; half < 2; half++) add_half(a + GROUP * t, halves + 2 * t, factor, half, whole + t, apart);
+        }
     }
 
   private:
-    HS_INLINE void add_half(const int8_t* a, const int32_t* halves, int half, vi* whole, int apart) const {
+    HS_INLINE void add_half(const int8_t* a, const int32_t* halves, __m256i factor, int half, vi* whole, int apart) const {
         __m256i found[W], second[W];
         if (KIND == Q6_K) {
             numbers.template some<KIND>(a, half, 0, 4, found);
@@ -114,17 +125,17 @@ template <int KIND, int W> struct ScaledBlock {
                 const __m256i y = _mm256_add_epi32(second[i], _mm256_set1_epi32(halves[1]));
                 found[i] = _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xaa);
             }
-            return scale(found, half, whole, apart);
+            return scale(found, factor, half, whole, apart);
         }
         for (int part = 0; part < PARTS; part++) {
             numbers.template pairs<KIND>(a, half, 8 / PARTS * part, 8 / PARTS * (part + 1), found);
-            scale(found, half, whole, apart);
+            scale(found, factor, half, whole, apart);
         }
     }
-    HS_INLINE void scale(const __m256i* found, int half, vi* whole, int apart) const {
+    HS_INLINE void scale(const __m256i* found, __m256i factor, int half, vi* whole, int apart) const {
         for (int i = 0; i < W; i++) {
             __m256i& to = ((HalfSums*)(whole + i * apart))->h[half];
-            to = _mm256_add_epi32(to, _mm256_madd_epi16(found[i], s[i][half]));
+            to = _mm256_add_epi32(to, _mm256_madd_epi16(found[i], _mm256_mullo_epi16(s[i][half], factor)));
         }
     }
 };
@@ -160,12 +171,13 @@ template <int KIND, int W> struct ScaledBlock {
             memcpy(&s[tile][part], own[part], sizeof own[part]);
         }
     }
-    template <int N> HS_INLINE void add(const int8_t* a, const int32_t* halves, vi* whole, int apart) const {
+    template <int N>
+    HS_INLINE void add(const int8_t* a, const int32_t* halves, const four_numbers* factors, vi* whole, int apart) const {
         for (int t = 0; t < N; t++, a += GROUP, halves += 2)
             for (int i = 0; i < W; i++)
                 for (int part = 0; part < PARTS; part++) {
                     const int from = 8 / PARTS * part, offset = KIND == Q6_K ? halves[part] : 0;
-                    whole[i * apart + t] += s[i][part] * found(i, a, offset, from, from + 8 / PARTS);
+                    whole[i * apart + t] += s[i][part] * (factors[t] & 15) * found(i, a, offset, from, from + 8 / PARTS);
                 }
     }
 

@@ -72,7 +72,8 @@ struct Forward {
         const Inputs to = read_by(attended, {&layer.out});
         // Heads that share keys go together, or one by one where threads would go without work. A single token's share
         // more when they go together.
-        const bool few = spans * m.kv_heads < (spans == tokens ? 1 : 4) * pool.size();
+        const int sets_of_heads = spans * m.kv_heads, least = spans == tokens ? 1 : 4;
+        const bool few = sets_of_heads < least * pool.size() && sets_of_heads % pool.size();
         const int each = few ? 1 : group, sets = m.heads / each;
         for (int item; (item = share.take()) < spans * sets;) {
             const Span& span = room.spans[item / sets];

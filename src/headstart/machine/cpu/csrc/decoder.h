@@ -82,13 +82,14 @@ class Rounded {
         const int rows = tokens > MOST_TOKENS ? tokens | 1 : tokens;
         const size_t n = (size_t)rows * width, b = n / GROUP;
         return {numbers_.need(n),    scales_.need(b), totals_.need(b),                   offsets_.need(b),
-                halves_.need(2 * b), pairs_.need(b),  exact ? exact_.need(n) : nullptr, width, rows, by_256};
+                halves_.need(2 * b), factors_.need(b), bases_.need(b / 8 + 1),              pairs_.need(b + 2 * rows),
+                exact ? exact_.need(n) : nullptr, width, rows, by_256};
     }
 
   private:
     Buffer<int8_t> numbers_;
-    Buffer<float> scales_, totals_, exact_;
-    Buffer<int32_t> offsets_, halves_;
+    Buffer<float> scales_, totals_, bases_, exact_;
+    Buffer<int32_t> offsets_, halves_, factors_;
     Buffer<int16_t> pairs_;
 };
 

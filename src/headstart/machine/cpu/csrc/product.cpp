@@ -8,31 +8,29 @@
 namespace hs {
 
 void round_block(const Inputs& to, int token, int block, const float* x) {
-    vi bits = splat_int(0);  // of magnitudes, which have the order of the floats; infinities and NaN are the largest
-    for (int i = 0; i < 8 * GROUP; i += LANES) bits = larger((vi)magnitude(load(x + i)), bits);
-    const int32_t most_bits = greatest(bits);
-    float most;
-    memcpy(&most, &most_bits, sizeof most);
-    if (most_bits >= 0x7f800000) most = __builtin_nanf("");
-    const size_t at = (size_t)8 * block * to.rows + token;
-    Sums sums[8];
-    const auto round_by = [&](vf inverse) {  // the largest sum of 16 magnitudes
-        int32_t largest = 0;
-        for (int g = 0; g < 8; g++, x += GROUP) {
-            sums[g] = to_bytes(load(x) * inverse, load(x + LANES) * inverse, to.numbers + (at + (size_t)g * to.rows) * GROUP);
-            for (int32_t size : sums[g].size) largest = size > largest ? size : largest;
-        }
-        x -= 8 * GROUP;
-        return largest;
-    };
-    const int32_t size = round_by(splat(inverse_of(most)));
-    if (size > MOST_SIZE) {  // each number can be half of one off, before and after
-        most *= (float)size / (float)(MOST_SIZE - 16);
-        round_by(splat(inverse_of(most)));
-    }
+    vf size[16];
+    vi bits = splat_int(0);  // of magnitudes; infinities and NaN are the largest
+    float least[8], most = 0.0f;  // least: what a group's largest number may be at the least
+    for (int i = 0; i < 16; i++) size[i] = magnitude(load(x + LANES * i)), bits = larger((vi)size[i], bits);
+    float together[16];  // sums of 16 magnitudes, and a little more than their rounding can add
+    store(together, sums(size) * splat(127.0f / (MOST_SIZE - 16)));
     for (int g = 0; g < 8; g++) {
-        keep_sums(to, at + (size_t)g * to.rows, most / 127.0f, sums[g]);
-        to.pairs[2 * ((size_t)(4 * block + g / 2) * to.rows + token) + g % 2] = (int16_t)(sums[g].sum[0] + sums[g].sum[1]);
+        least[g] = greatest(larger(size[2 * g], size[2 * g + 1]));
+        for (int i = 2 * g; i < 2 * g + 2; i++) least[g] = together[i] > least[g] ? together[i] : least[g];
+        most = least[g] > most ? least[g] : most;
+    }
+    if (greatest(bits) >= 0x7f800000) most = __builtin_nanf("");
+    const float inverse = inverse_of(most), base = most / (127.0f * 8.0f);
+    to.bases[(size_t)block * to.rows + token] = base;
+    for (int g = 0; g < 8; g++, x += GROUP) {
+        const int finer = (least[g] <= most * 0.5f) + (least[g] <= most * 0.25f) + (least[g] <= most * 0.125f);
+        const int factor = 8 >> finer;
+        const size_t at = (size_t)(8 * block + g) * to.rows + token;
+        const vf by = splat(inverse * (float)(1 << finer));
+        const Sums sums = to_bytes(load(x) * by, load(x + LANES) * by, to.numbers + at * GROUP);
+        keep_sums(to, at, base * (float)factor, sums);
+        to.factors[at] = factor | factor << 16;
+        to.pairs[2 * ((size_t)(4 * block + g / 2) * to.rows + token) + g % 2] = (int16_t)((sums.sum[0] + sums.sum[1]) * factor);
     }
 }
 

@@ -19,26 +19,33 @@ struct Inputs {
     float* totals;     // the same: scale * sum of the group's numbers, for minima
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
     int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32
-    int16_t* pairs;    // [width / 64, rows, 2] sum of a group's numbers, for minima; only of those by 256
+    int32_t* factors;  // [width / 32, rows] by 256: a group's scale is so many of the block's; twice, as 16 bits each
+    float* bases;      // [width / 256, rows] the block's
+    int16_t* pairs;    // [width / 64, rows, 2] sum of a group's numbers times its factor, for minima
     float* exact;      // [rows, width], or null
     int width, rows;
     bool by_256;       // 256 share a scale: ``round_group`` keeps them exact, until ``round_block`` has all of them
 
-    Inputs from(int token) const { return moved(token, token, (size_t)token * width, width); }
+    Inputs from(int token) const {
+        Inputs in = moved(token, (size_t)token * width, width);
+        in.factors += token, in.bases += token, in.pairs += 2 * token;
+        return in;
+    }
     Inputs part(int first, int wide) const {  // of one token: its inputs from ``first`` on, a multiple of 32; not by 256
-        return moved((size_t)first / GROUP * rows, 0, first, wide);
+        return moved((size_t)first / GROUP * rows, first, wide);
     }
 
   private:
-    Inputs moved(size_t groups, size_t twos, size_t n, int wide) const {
-        return {numbers + groups * GROUP, scales + groups,  totals + groups,              offsets + groups,
-                halves + 2 * groups,      pairs + 2 * twos, exact ? exact + n : nullptr, wide, rows, by_256};
+    Inputs moved(size_t groups, size_t n, int wide) const {
+        return {numbers + groups * GROUP, scales + groups, totals + groups, offsets + groups,
+                halves + 2 * groups,      factors,         bases,           pairs,
+                exact ? exact + n : nullptr, wide, rows, by_256};
     }
 };
 
-// Numbers -127 .. 127 to bytes; the sums and the sums of magnitudes of the first 16 and of the others.
+// Numbers -127 .. 127 to bytes; the sums of the first 16 and of the others.
 struct Sums {
-    int32_t sum[2], size[2];
+    int32_t sum[2];
 };
 #if defined(__AVX2__)
 HS_INLINE __m128i quad_sums(__m128i unsigned_bytes, __m128i signed_bytes) {
@@ -62,11 +69,8 @@ HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
     const __m128i p = sixteen_bytes(a), q = sixteen_bytes(b), ones = _mm_set1_epi8(1);
     _mm_storeu_si128((__m128i*)to, p);
     _mm_storeu_si128((__m128i*)to + 1, q);
-    const __m128i sums = _mm_hadd_epi32(quad_sums(ones, p), quad_sums(ones, q));
-    const __m128i sizes = _mm_hadd_epi32(quad_sums(_mm_abs_epi8(p), ones), quad_sums(_mm_abs_epi8(q), ones));
-    Sums found;
-    _mm_storeu_si128((__m128i*)&found, _mm_hadd_epi32(sums, sizes));
-    return found;
+    const __m128i sums = _mm_hadd_epi32(quad_sums(ones, p), quad_sums(ones, q)), both = _mm_hadd_epi32(sums, sums);
+    return {{_mm_cvtsi128_si32(both), _mm_extract_epi32(both, 1)}};
 }
 #else
 HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
@@ -75,7 +79,7 @@ HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
     const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
     memcpy(to, &p, 16);
     memcpy(to + 16, &q, 16);
-    return {{sum(x), sum(y)}, {sum(x < 0 ? -x : x), sum(y < 0 ? -y : y)}};
+    return {{sum(x), sum(y)}};
 }
 #endif
 
@@ -89,7 +93,7 @@ HS_INLINE void keep_sums(const Inputs& to, size_t at, float scale, const Sums& o
     to.halves[2 * at + 1] = -32 * of.sum[1];
 }
 
-HS_INLINE float inverse_of(float most) { return most > 1e-36f ? 127.0f / most : 0.0f; }  // never infinite
+HS_INLINE float inverse_of(float most) { return most > 1e-35f ? 127.0f / most : 0.0f; }  // never infinite, nor is 8 times it
 
 // Round 32 inputs of a token. Infinities and NaN make the scale NaN, so that they are seen in the end.
 HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
@@ -106,8 +110,9 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
     keep_sums(to, at, most / 127.0f + not_finite(a + b), sums);
 }
 
-// Round 256 inputs of a token by one scale: the largest number's, or a coarser one where 16 numbers would be larger than
-// MOST_SIZE together (half of what they can be, and twice what they mostly are).
+// Round 256 inputs of a token: a scale for all, and for each group a power of two of it. A group's is what its largest number
+// needs, or more where 16 numbers would be larger than MOST_SIZE together (half of what they can be, and twice what they
+// mostly are).
 void round_block(const Inputs& to, int token, int block, const float* x);
 
 // A group's scales.

@@ -22,12 +22,12 @@ template <int KIND, int W> struct BlockEnd {
         e[tile] = -load_half((const uint16_t*)(p + 288));
         minima[tile].from(p + 128);
     }
-    // To token t's sums: ``whole`` and ``out`` of tile i are i * apart behind.
-    HS_INLINE void add(const Inputs& in, int b, int t, const vi* whole, vf* out, int apart) const {
-        const vf scale = splat(in.scales[(size_t)8 * b * in.rows + t]);
+    // To token t's sums: tile i's are i * apart behind, its whole numbers i * whole_apart.
+    HS_INLINE void add(const Inputs& in, int b, int t, const vi* whole, int whole_apart, vf* out, int apart) const {
+        const vf scale = splat(in.bases[(size_t)b * in.rows + t]);
         const Pairs pairs{(const four_numbers*)in.pairs + (size_t)4 * b * in.rows + t, (size_t)in.rows};
         for (int i = 0; i < W; i++) {
-            vf found = d[i] * __builtin_convertvector(whole[i * apart], vf);
+            vf found = d[i] * __builtin_convertvector(whole[i * whole_apart], vf);
             if (KIND != Q6_K) found = fma(e[i], __builtin_convertvector(minima[i].times(pairs), vf), found);
             out[i * apart] = fma(found, scale, out[i * apart]);
         }
@@ -36,64 +36,65 @@ template <int KIND, int W> struct BlockEnd {
 
 constexpr size_t part_bytes(int kind) { return block_bytes(kind) / 8; }  // of a block, for each of its groups
 
-// Block b of W tiles times N tokens: out[i * N + t]. ``ahead``: where weights are asked for, an equal part of all TILES
-// tiles for each group. The sums of so few tokens stay in registers.
-template <int KIND, int W, int TILES, int N>
-HS_INLINE void add_block(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in, int b, vf* out) {
+// Ask for a part of the weights that come later, for group g: an equal part of all TILES tiles.
+template <int KIND, int W, int TILES> HS_INLINE void ask_ahead(const uint8_t* ahead, size_t stride, int g) {
     constexpr size_t ASKED = part_bytes(KIND) * W / TILES;
-    constexpr int TWO = N < 2 ? 1 : 2;  // tokens at once
+    for (int i = 0; i < TILES; i++)
+        for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * g + line);
+}
+
+// A group's products with N tokens, from ``at`` on.
+template <int N, int KIND, int W>
+HS_INLINE void add_group(const ScaledBlock<KIND, W>& group, const Inputs& in, size_t at, vi* whole, int apart) {
+    group.template add<N>(in.numbers + at * GROUP, in.halves + 2 * at, in.factors + at, whole, apart);
+}
+
+// Block b of W tiles times N tokens, whose sums are in registers meanwhile: added to out[i * apart + t]. ``ahead``: where
+// weights are asked for, or null.
+template <int KIND, int W, int TILES, int N>
+__attribute__((noinline)) void add_few(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in,
+                                       int b, int apart, vf* out) {
     vi whole[W * N] = {};
 #pragma GCC unroll 1
     for (int g = 0; g < 8; g++) {
         ScaledBlock<KIND, W> group;
-        for (int i = 0; i < TILES; i++)
-            for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * g + line);
+        if (ahead) ask_ahead<KIND, W, TILES>(ahead, stride, g);
         for (int i = 0; i < W; i++) group.from(i, block[i], g);
         const size_t at = (size_t)(8 * b + g) * in.rows;
-#pragma GCC unroll 4
-        for (int t = 0; t < N; t += TWO)
-            if (N - t >= TWO)
-                group.template add<TWO>(in.numbers + (at + t) * GROUP, in.halves + 2 * (at + t), whole + t, N);
-            else
-                group.template add<1>(in.numbers + (at + t) * GROUP, in.halves + 2 * (at + t), whole + t, N);
+#pragma GCC unroll 2
+        for (int t = 0; t + 2 <= N; t += 2) add_group<2>(group, in, at + t, whole + t, N);
+        if constexpr (N % 2) add_group<1>(group, in, at + N - 1, whole + N - 1, N);
     }
     BlockEnd<KIND, W> end;
     for (int i = 0; i < W; i++) end.from(i, block[i]);
 #pragma GCC unroll 4
-    for (int t = 0; t < N; t++) end.add(in, b, t, whole + t, out + t, N);
+    for (int t = 0; t < N; t++) end.add(in, b, t, whole + t, N, out + t, apart);
 }
 
-// The same for any number of tokens, whose sums lie in memory: the registers hold the weights.
+// The same for any number of tokens, whose sums lie in memory.
 template <int KIND, int W, int TILES>
-HS_INLINE void add_block(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in, int b,
-                         int tokens, vf* out) {
-    constexpr size_t ASKED = part_bytes(KIND) * W / TILES;
-    constexpr int MOST = Block<W>::FEW < 4 ? 1 : KIND == Q4_K ? 4 : 2;  // tokens at once: as many as there are registers for
+__attribute__((noinline)) void add_many(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in,
+                                        int b, int tokens, vf* out) {
+    constexpr int MOST = Block<W>::FEW < 4 ? 1 : KIND == Q4_K ? 4 : 2;  // tokens at once: as many as registers allow
     vi whole[W * MOST_TOKENS];
     for (int i = 0; i < W * tokens; i++) whole[i] = splat_int(0);
 #pragma GCC unroll 1
     for (int g = 0; g < 8; g++) {
         ScaledBlock<KIND, W> group;
-        for (int i = 0; i < TILES; i++)
-            for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * g + line);
+        ask_ahead<KIND, W, TILES>(ahead, stride, g);
         for (int i = 0; i < W; i++) group.from(i, block[i], g);
         const size_t at = (size_t)(8 * b + g) * in.rows;
-        const int8_t* numbers = in.numbers + at * GROUP;
-        const int32_t* halves = in.halves + 2 * at;
         int t = 0;
 #pragma GCC unroll 1
-        for (; t + MOST <= tokens; t += MOST) group.template add<MOST>(numbers + t * GROUP, halves + 2 * t, whole + t, tokens);
-        if constexpr (MOST > 3)
-            if (tokens - t == 3) group.template add<3>(numbers + t * GROUP, halves + 2 * t, whole + t, tokens);
-        if constexpr (MOST > 2)
-            if (tokens - t == 2) group.template add<2>(numbers + t * GROUP, halves + 2 * t, whole + t, tokens);
+        for (; t + MOST <= tokens; t += MOST) add_group<MOST>(group, in, at + t, whole + t, tokens);
         if constexpr (MOST > 1)
-            if (tokens - t == 1) group.template add<1>(numbers + t * GROUP, halves + 2 * t, whole + t, tokens);
+#pragma GCC unroll 1
+            for (; t < tokens; t++) add_group<1>(group, in, at + t, whole + t, tokens);
     }
     BlockEnd<KIND, W> end;
     for (int i = 0; i < W; i++) end.from(i, block[i]);
 #pragma GCC unroll 1
-    for (int t = 0; t < tokens; t++) end.add(in, b, t, whole + t, out + t, tokens);
+    for (int t = 0; t < tokens; t++) end.add(in, b, t, whole + t, tokens, out + t, tokens);
 }
 
 // N tokens, or any number of them if N is 0.
@@ -101,6 +102,7 @@ template <int KIND, int W, int TILES, int N>
 __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens,
                                            vf* out) {
     constexpr size_t BLOCK = block_bytes(KIND);
+    constexpr int FIRST = (N + 1) / 2;
     for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
     for (int b = 0; b < blocks; b++)
         for (int first = 0; first < TILES; first += W) {
@@ -108,10 +110,15 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
             for (int i = 0; i < W; i++) block[i] = data + stride * (first + i) + BLOCK * b;
             const size_t next = BLOCK * b + BLOCK * first / TILES + AHEAD;
             const uint8_t* ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
-            if constexpr (N)
-                add_block<KIND, W, TILES, N>(block, ahead, stride, in, b, out + first * N);
-            else
-                add_block<KIND, W, TILES>(block, ahead, stride, in, b, tokens, out + first * tokens);
+            vf* to = out + first * tokens;
+            if constexpr (N > 4) {  // in two turns: to unpack a second time costs less than sums in memory
+                add_few<KIND, W, TILES, FIRST>(block, ahead, stride, in, b, N, to);
+                add_few<KIND, W, TILES, N - FIRST>(block, nullptr, stride, in.from(FIRST), b, N, to + FIRST);
+            } else if constexpr (N > 0) {
+                add_few<KIND, W, TILES, N>(block, ahead, stride, in, b, N, to);
+            } else {
+                add_many<KIND, W, TILES>(block, ahead, stride, in, b, tokens, to);
+            }
         }
 }
 
@@ -133,13 +140,13 @@ __attribute__((noinline)) void one_product_256(const uint8_t* data, size_t strid
                     for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + stride * (first + i) + line);
                     group.from(i, data + stride * (first + i) + BLOCK * b, g);
                 }
-                group.template add<1>(in.numbers + at * GROUP, in.halves + 2 * at, whole + first, 1);
+                add_group<1>(group, in, at, whole + first, 1);
             }
         }
         for (int i = 0; i < TILES; i++) {
             BlockEnd<KIND, 1> end;
             end.from(0, data + stride * i + BLOCK * b);
-            end.add(in, b, 0, whole + i, out + i, 1);
+            end.add(in, b, 0, whole + i, 1, out + i, 1);
         }
     }
 }
@@ -152,6 +159,12 @@ HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, co
         if (tokens == 2) return product_256<KIND, W, TILES, 2>(data, stride, blocks, in, 2, out);
         if (tokens == 3) return product_256<KIND, W, TILES, 3>(data, stride, blocks, in, 3, out);
         if (tokens == 4) return product_256<KIND, W, TILES, 4>(data, stride, blocks, in, 4, out);
+    }
+    if constexpr (Block<W>::FEW >= 4 && KIND == Q4_K) {  // the others take longer to unpack
+        if (tokens == 5) return product_256<KIND, W, TILES, 5>(data, stride, blocks, in, 5, out);
+        if (tokens == 6) return product_256<KIND, W, TILES, 6>(data, stride, blocks, in, 6, out);
+        if (tokens == 7) return product_256<KIND, W, TILES, 7>(data, stride, blocks, in, 7, out);
+        if (tokens == 8) return product_256<KIND, W, TILES, 8>(data, stride, blocks, in, 8, out);
     }
     product_256<KIND, W, TILES, 0>(data, stride, blocks, in, tokens, out);
 }
