@@ -82,8 +82,8 @@ def product(record: MatrixRecord, x: Tensor, level: str, threads: int = 1) -> Te
 
 
 def rounded(x: Tensor, by: int = 32) -> Tensor:
-    """What the kernels make of activations: 8 bits and a scale for each group of 32. Where 256 share one, a group's is a
-    half, a quarter or an eighth of it, if that is enough for its largest number and for 16 to be 1007 at the most."""
+    """What the kernels make of activations: 8 bits and a scale for each group of 32. Where 256 share one, a group's is
+    a half, a quarter or an eighth of it, if that is enough for its largest number and for 16 to be 1007 together."""
     groups = x.view(len(x), -1, 32)
     least = groups.abs().amax(-1, keepdim=True)
     if by == 256:

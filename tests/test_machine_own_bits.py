@@ -122,6 +122,30 @@ def test_each_matrix_has_its_own_kind(family: str, tmp_path: Path) -> None:
     assert distance(found, path) < 0.05
 
 
+def test_a_token_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    """Inputs of K kinds are rounded by 256, which several heads and threads make together."""
+    kinds = {"ffn_down": "Q6_K", "attn_output": "Q5_K"}
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        tiny_model("llama", **SIZES | {"intermediate_size": 768}),
+        kind="Q4_K",
+        table="Q6_K",
+        kinds=lambda name: kinds.get(name.removesuffix(".weight").split(".")[-1]),
+    )
+    found = packed(path)
+    text, wanted = torch.tensor([TEXT * 4]), None
+    for threads in (1, 2):
+        runner = CpuRunner(found.packed, found.loaded.model, max_len=64, threads=threads)
+        together = runner.forward(slice(0, 1), text, [0])[0]
+        at, parts = 0, []
+        for width in (17, 1, 2, 4, 5, 8, 3, 8):
+            parts.append(runner.forward(slice(0, 1), text[:, at : at + width], [at])[0])
+            at += width
+        wanted = together if wanted is None else wanted
+        assert torch.equal(together, wanted)
+        assert torch.equal(torch.cat(parts), wanted[:at])
+
+
 def test_rounding_is_what_it_was(tmp_path: Path) -> None:
     """quantization="int8" of a file: the numbers that its floats are rounded to; in Q4_1 and Q8_0 those that it has."""
     for kind, wish in (("Q6_K", "int8"), ("Q6_K", "int4"), ("Q4_1", "int4"), ("Q8_0", "int8")):
