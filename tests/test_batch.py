@@ -113,7 +113,11 @@ def test_bad_lines_become_records_and_stop_nobody(job: Job, tmp_path: Path, caps
     ]
     asked, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert job(asked, out) == 3
-    assert "2 of 12 requests succeeded, 10 failed" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "2 of 12 requests succeeded, 10 failed" in told
+    assert "not tried again" not in told
+    assert job(asked, out) == 3  # somebody who thinks that it would try once more
+    assert "those that failed are not tried again: delete their lines there" in capsys.readouterr().err
     found = records(out)
     assert {name for name, r in found.items() if r["response"] and r["response"]["status_code"] == 200} == {
         "good",
@@ -124,7 +128,7 @@ def test_bad_lines_become_records_and_stop_nobody(job: Job, tmp_path: Path, caps
         ("range", 400, "temperature"),
         ("streamed", 400, "stream"),
         ("other-model", 404, "model"),
-        ("half", 400, None),  # a name that cannot even be sent back
+        ("half", 400, "\\ud800"),  # half a character, spelt so that it can be sent back
     ):
         response = found[name]["response"]
         assert (response["status_code"], response["body"]["error"]["param"]) == (status, field)

@@ -99,3 +99,9 @@ def test_so_is_one_that_is_found_to_be_wrong_later(
         with pytest.raises(SystemExit):
             started(wrong=field)
         assert told in capsys.readouterr().err
+
+
+def test_a_model_without_its_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        started("some/model")  # as vLLM's users write it
+    assert "(some/model): the model is given by --model" in capsys.readouterr().err

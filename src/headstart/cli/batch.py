@@ -66,6 +66,8 @@ def batch(
     total, failed = len(questions.lines), records.failed
     note(f"  {total - failed} of {total} requests succeeded" + (f", {failed} failed: see {output}" if failed else ""))
     if failed:
+        if not left:
+            note("  those that failed are not tried again: delete their lines there to have them tried")
         raise typer.Exit(SOME_FAILED)
 
 

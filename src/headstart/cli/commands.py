@@ -128,7 +128,12 @@ def _wrong(error: Any) -> str:
         source = error.ctx.get_parameter_source(param.name)
         if source is not None and source.name == "ENVIRONMENT":
             return f"Invalid value for {param.envvar}: {error.message}"
-    return str(error.format_message())
+    told = str(error.format_message())
+    if "unexpected extra argument" in told and error.ctx is not None:
+        params = error.ctx.command.params
+        if any("--model" in p.opts for p in params) and all(p.param_type_name == "option" for p in params):
+            return f"{told}: the model is given by --model"  # ``vllm serve MODEL`` is what many are used to
+    return told
 
 
 def _about(command: Any) -> str:

@@ -20,6 +20,7 @@ __all__ = ["bound", "serve", "served_name"]
 
 _serving = section("Serving")
 KEY = "HEADSTART_API_KEY"
+_EVERYWHERE = ("0.0.0.0", "::")  # every address of the machine: not what anybody calls it
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,10 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     note(what_runs(llm))
     host = f"[{server.host}]" if ":" in server.host else server.host
     note(f"serving {name} on http://{host}:{listener.getsockname()[1]}/v1" + ("" if key else " without an API key"))
+    if server.host in _EVERYWHERE and not server.allowed_host:
+        # Whoever lets it listen on every address asks by a name of the machine's, and would be refused.
+        names = ", ".join(Settings.allowed_hosts)
+        note(f"  answers only to the names {names}: add this machine's by --allowed-host NAME")
     run(create_app(AsyncLLM(llm), settings), listener, drain=server.drain)
 
 
@@ -121,7 +126,8 @@ def bound(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise InvalidParameter("port", f"{port} of {host} cannot be listened on: {error.strerror or error}") from None
+        why = (error.strerror or str(error)).partition(" (while ")[0]  # the address, which is said already
+        raise InvalidParameter("port", f"{port} of {host} cannot be listened on: {why}") from None
 
 
 def _key(file: Path | None) -> str | None:
@@ -130,7 +136,9 @@ def _key(file: Path | None) -> str | None:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise InvalidParameter("api_key_file", f"cannot be read: {error.strerror}") from None
+        raise InvalidParameter("api_key_file", f"cannot be read: {error.strerror} ({file})") from None
+    except UnicodeDecodeError:
+        raise InvalidParameter("api_key_file", f"is not UTF-8: {file}") from None
     if not lines or not lines[0].strip():
-        raise InvalidParameter("api_key_file", "is empty")
+        raise InvalidParameter("api_key_file", f"has an empty first line: {file}")
     return lines[0].strip()

@@ -101,7 +101,7 @@ class Calls:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
-            message = f"there is no model {name!r:.100} here; this server has {self._model!r}"
+            message = f"there is no model {name!r:.100} here, but {self._model!r} (--served-model-name changes that)"
             raise Refused(404, message, "model", "model_not_found")
 
     def chat(self, body: ChatRequest) -> Call:

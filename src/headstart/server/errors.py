@@ -20,6 +20,34 @@ __all__ = ["Refused", "body", "described", "install", "misfit"]
 RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
 _KINDS = {"str", "int", "float", "bool"}
 _CODES = {413: "body_too_large"}
+_WRONG = {  # pydantic's kinds of errors, in the words of JSON
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "literal_error": "must be {expected}",
+    "less_than_equal": "must be at most {le}",
+    "greater_than_equal": "must be at least {ge}",
+    "too_short": "must hold at least {min_length}",
+    "too_long": "must hold at most {max_length}",
+    "missing": "is required",
+    "extra_forbidden": "is not a field that this server knows",
+}
+_SUCH_AS = {  # of fields that are often sent in another shape
+    "messages": 'a list of objects such as {"role": "user", "content": "Hello"}',
+    "content": 'text, or a list of parts such as {"type": "text", "text": "Hello"} (no images, no audio)',
+    "prompt": "text, token ids, or a list of those",
+    "prediction": 'an object such as {"type": "content", "content": "the text that is expected"}',
+    "stop": "text or a list of texts",
+    "logit_bias": 'an object of token ids and numbers such as {"42": -100}',
+}
+_SHAPE = ("model_type", "model_attributes_type", "dict_type", "list_type")  # not what stands in it, but all of it
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -65,8 +93,19 @@ def misfit(error: Any, place: Sequence[int | str]) -> Refused:
     """One of pydantic's errors; ``place``: where in the body."""
     parts = [str(part) for part in place]
     kinds = [i for i, part in enumerate(parts) if part in _KINDS or "[" in part]  # one of several that may stand there
-    field = ".".join(parts[: kinds[0]] if kinds else parts) or None
-    said = "is of a kind that cannot stand here" if kinds else _said(error)
+    parts = parts[: kinds[0]] if kinds else parts
+    field = ".".join(parts) or None
+    if not parts and isinstance(error.get("input"), bytes):  # read as JSON only where it is said to be
+        return Refused(400, "the body must be JSON, sent with the header 'Content-Type: application/json'")
+    named = parts
+    while named and named[-1].isdigit():  # a place in a list
+        named = named[:-1]
+    name = named[-1] if named else ""
+    if name in _SUCH_AS and (kinds or error["type"] in _SHAPE):
+        return Refused(400, f"{'.'.join(named)}: must be {_SUCH_AS[name]}", field)
+    said = "has a value of the wrong type" if kinds else _said(error)
+    if name == "logprobs" and error["type"] == "bool_type":
+        said += "; top_logprobs says how many"
     return Refused(400, f"{field or 'the body'}: {said}", field)
 
 
@@ -92,7 +131,7 @@ def install(app: Any) -> None:
         assert isinstance(error, HTTPException)
         path = f"{request.url.path!r:.200}"
         if error.status_code == 404:
-            return answer(Refused(404, f"there is no route {request.method:.20} {path} here", code="not_found"))
+            return answer(Refused(404, _no_route(request), code="not_found"))
         if error.status_code == 405:
             refused = answer(Refused(405, f"{path} does not take {request.method:.20}", code="method_not_allowed"))
             refused.headers["Allow"] = (error.headers or {}).get("Allow", "GET, POST")
@@ -107,9 +146,17 @@ def install(app: Any) -> None:
 
 def _said(error: dict[str, Any]) -> str:
     """One of pydantic's errors as a sentence. What was sent is not repeated: it may be megabytes, or secret."""
-    if error["type"] == "extra_forbidden":
-        return "is not a field that this server knows"
-    if error["type"] == "missing":
-        return "is required"
+    if error["type"] in _WRONG:
+        return _WRONG[error["type"]].format(**error.get("ctx", {}))
     message = str(error["msg"])
     return message[:1].lower() + message[1:]
+
+
+def _no_route(request: Request) -> str:
+    """A sentence that helps those whose base URL has /v1 once too seldom or too often."""
+    path, known = request.url.path, {getattr(route, "path", None) for route in request.app.routes}
+    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+        if meant != path and meant in known:
+            why = "the base URL of OpenAI's clients ends in /v1, once"
+            return f"there is no route {path!r:.200} here, but {meant}: {why}"
+    return f"there is no route {request.method:.20} {path!r:.200} here; GET /openapi.json lists those that there are"

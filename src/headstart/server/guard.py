@@ -88,11 +88,14 @@ class Door:
         hosts = [value for name, value in headers if name == b"host"]
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         if not self._known(_bare(host)):
-            raise Refused(400, "this server does not answer to that name (see --allowed-host)", code="host_not_allowed")
+            name = _clean(_bare(host)) or "NAME"
+            said = f"this server does not answer to the Host {name}; start it with --allowed-host {name}"
+            raise Refused(400, said, code="host_not_allowed")
         for origin in (value.decode("latin-1").lower() for name, value in headers if name == b"origin"):
             # Browsers send it; those who may not read an answer shall not make the server work for one either.
             if origin not in self._origins and "*" not in self._origins and not _same(origin, host):
-                raise Refused(403, "pages from elsewhere may not ask (see --allowed-origin)", code="origin_not_allowed")
+                said = f"pages from elsewhere may not ask; start the server with --allowed-origin {_clean(origin)}"
+                raise Refused(403, said, code="origin_not_allowed")
 
     def _known(self, host: str) -> bool:
         return any(
@@ -156,7 +159,12 @@ class Guard:
 def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """The client's own, as far as it can stand in a log and a header; else a new one."""
     given = next((value for name, value in headers if name == b"x-request-id"), b"")
-    return _NOT_IN_IDS.sub("", given.decode("latin-1"))[:MAX_ID] or f"req_{uuid.uuid4().hex}"
+    return _clean(given.decode("latin-1")) or f"req_{uuid.uuid4().hex}"
+
+
+def _clean(text: str) -> str:
+    """What of a header can stand in a log, a header and a sentence."""
+    return _NOT_IN_IDS.sub("", text)[:MAX_ID]
 
 
 def _bare(host: str) -> str:

@@ -8,7 +8,9 @@ default (``Harmless``); every other unknown or unmet field is refused by name. N
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model, model_validator
@@ -45,6 +47,31 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 _ANYTHING = ("user", "metadata", "prompt_cache_key", "safety_identifier")
 _LATER = {"response_format", "tools", "tool_choice", "functions", "function_call"}
+#: vLLM's and llama.cpp's ways to a structured answer
+_STRUCTURED = {
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("grammar", "json_schema"),
+}
+#: what other servers and libraries call a field
+_CALLED = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+
+
+def _here(name: str) -> str:
+    return f"; here it is {_CALLED[name]}" if name in _CALLED else ""
+
+
+def _unmet(name: str) -> str:
+    """A sentence about a field that was sent with a value that asks for something."""
+    taken, yet = [json.dumps(value) for value in _HARMLESS[name] if value != []], " yet" if name in _LATER else ""
+    return f"only {' or '.join(taken)} is supported{yet}" if taken else f"is not supported{yet}"
 
 
 class _Record(BaseModel):
@@ -138,9 +165,23 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
             if name not in _HARMLESS:
                 kept[name] = value
             elif value is not None and name not in _ANYTHING and value not in _HARMLESS[name]:
-                why = "is not supported yet" if name in _LATER else "cannot be met by this server"
-                raise Refused(400, f"{name}: {value!r:.60} {why}", name)
+                raise Refused(400, f"{name}: {_unmet(name)}; leave it out", name)
+            if name in kept and name not in cls.model_fields:
+                raise Refused(400, f"{name:.200}: {cls._unknown(name)}", name)
         return kept
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        """A sentence about a field that there is not, and what may have been meant."""
+        if name in _STRUCTURED:
+            return "is not supported yet, nor is any other way to a structured answer; leave it out"
+        for path, other in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
+            if name in other.model_fields:
+                return f"is a field of {path}, not of this route" + _here(name)
+        if name in _CALLED:
+            return "is not a field that this server knows" + _here(name)
+        near = get_close_matches(name[:64], cls.model_fields, n=1, cutoff=0.8)
+        return "is not a field that this server knows" + (f"; did you mean {near[0]}?" if near else "")
 
     def _params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
         apart = ("max_tokens", "logprobs", "logit_bias")
@@ -183,9 +224,9 @@ class ChatRequest(_Sampled):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs: needs logprobs", "top_logprobs")
         most = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
-        if most == 0:
+        if most is not None and most < 1:
             field = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
-            raise Refused(400, f"{field}: must be at least 1 in a chat", field)
+            raise Refused(400, f"{field}: must be at least 1; without it, a chat may fill the context", field)
         return self._params(most, (self.top_logprobs or 0) if self.logprobs else None)
 
     def conversation(self) -> list[dict[str, Any]]:
