@@ -44,6 +44,9 @@ class Theirs:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"
+        }  # all cores, as ours; it would keep one
         environment.pop("PYTHONPATH", None)  # it is ours
         arguments = ["serve", folder, "--served-model-name", "served", "--dtype", "bfloat16", "--max-num-seqs", "8"]
         arguments += ["--max-model-len", str(LENGTH), "--port", str(self.port), "--no-enable-prefix-caching", *options]
