@@ -1,15 +1,18 @@
-"""Requests over HTTP know every sampling parameter."""
+"""Requests over HTTP know every sampling parameter, and are refused for the first thing that is wrong."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
 pytest.importorskip("pydantic")
 
+from pydantic import ValidationError
+
 from headstart import SamplingParams
-from headstart.server.schemas import ChatRequest, CompletionRequest
+from headstart.server.schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
 
 
 @pytest.mark.parametrize("request_kind", [ChatRequest, CompletionRequest])
@@ -24,3 +27,35 @@ def test_values_that_are_sent_arrive_and_null_is_the_default() -> None:
     assert CompletionRequest.model_validate({"prompt": "a"} | dict.fromkeys(sent)).params() == SamplingParams(
         max_tokens=16
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [0.5] * 2000}),
+        (CompletionRequest, {"prompt": [[0.5]] * 2000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 2000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * 2000}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(2000)}}),
+        (Tokenize, {"prompt": "a"} | {f"x{i}": 1 for i in range(2000)}),
+        (CompletionRequest, {"prompt": "a", "prediction": {"type": "content", "content": [{}] * 2000}}),
+        (ChatRequest, {"messages": [{}] * 2000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 2000}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"} | {f"x{i}": 1 for i in range(2000)}]}),
+        (Tokenize, {"messages": [{}] * 2000}),
+        (Detokenize, {"tokens": [0.5] * 2000}),
+    ],
+)
+def test_one_fault_is_enough(kind: Any, body: Any) -> None:
+    """A record of each fault takes kilobytes: a body of megabytes, wrong all over, took gigabytes and minutes."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() < 10
+
+
+def test_the_first_unknown_field_is_told_and_numbers_as_text_are_numbers() -> None:
+    with pytest.raises(ValidationError) as found:
+        Tokenize.model_validate({"prompt": "a", "first": 1, "model": "tiny", "second": 1})
+    assert [error["loc"] for error in found.value.errors()] == [("first",)]
+    kept = CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"1": "0.5", "2": 2}})
+    assert kept.params().logit_bias == {1: 0.5, 2: 2.0}

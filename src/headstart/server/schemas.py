@@ -4,6 +4,9 @@ Knows: fields, their kinds, and what each becomes in ``SamplingParams``. Does no
 
 ``null`` is a field that was not sent. A field that real clients send and that changes nothing here is taken at its
 default (``Harmless``); every other unknown or unmet field is refused by name. None is ignored in silence.
+
+The first thing that is wrong is enough to refuse a body: a record of every fault in one of megabytes would take
+gigabytes. So lists end at their first wrong value (``_Many``), and one unknown field stands for all (``_Record``).
 """
 
 from __future__ import annotations
@@ -11,9 +14,20 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from ..sampling import MAX_LOGPROBS, MAX_N, SamplingParams, Verification
 from .errors import Refused
@@ -24,6 +38,22 @@ MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
 _Number: TypeAlias = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 _Count: TypeAlias = StrictInt
+T = TypeVar("T")
+_Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _or_one_wrong(values: Any) -> Any:
+    """A record of numbers as it is; or one value of it that is none, which is enough to refuse it."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        try:
+            _NUMBERS.validate_python(value)
+        except ValidationError:
+            return {name: value}
+    return values
+
+
+_NUMBERS = TypeAdapter[float](_Number)
+_Biases: TypeAlias = Annotated[dict[str, _Number], BeforeValidator(_or_one_wrong)]
 
 #: fields that clients send, and the values (besides null) at which they ask for nothing
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -77,6 +107,17 @@ def _unmet(name: str) -> str:
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, values: Any) -> Any:
+        """What was sent, with at most one of the fields that are not known."""
+        more = [name for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
+        return (
+            values
+            if len(more) < 2
+            else {name: values[name] for name in values if name in cls.model_fields or name == more[0]}
+        )
+
 
 class StreamOptions(_Record):
     include_usage: StrictBool | None = None
@@ -91,7 +132,7 @@ class Part(_Record):
 
 class Prediction(_Record):
     type: Literal["content"]
-    content: str | list[Part]
+    content: str | _Many[Part]
 
     @property
     def text(self) -> str:
@@ -100,7 +141,7 @@ class Prediction(_Record):
 
 class Message(_Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | _Many[Part] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -146,9 +187,9 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[_Count, Field(ge=1, le=MAX_N)] | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, _Number] | None = None
-    stop_token_ids: list[_Count] | None = None
+    stop: str | _Many[str] | None = None
+    logit_bias: _Biases | None = None
+    stop_token_ids: _Many[_Count] | None = None
     prompt_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     verification: Verification | None = None
     statistics: StrictBool | None = None  # of speculation, in the answer
@@ -156,7 +197,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
 
     @model_validator(mode="before")
     @classmethod
-    def _harmless(cls, values: Any) -> Any:
+    def _read(cls, values: Any) -> Any:
         """Take out what changes nothing; refuse what would change something and is not done."""
         if not isinstance(values, dict):
             return values
@@ -212,7 +253,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
 
 
 class ChatRequest(_Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[_Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -234,7 +275,7 @@ class ChatRequest(_Sampled):
 
 
 class CompletionRequest(_Sampled):
-    prompt: str | list[_Count] | list[str | list[_Count]]
+    prompt: str | _Many[_Count] | _Many[str | _Many[_Count]]
     logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
     echo: StrictBool | None = None
@@ -269,7 +310,7 @@ class CompletionRequest(_Sampled):
 class Tokenize(_Record):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[_Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: StrictBool | None = None
 
     @model_validator(mode="after")
@@ -281,4 +322,4 @@ class Tokenize(_Record):
 
 class Detokenize(_Record):
     model: str | None = None
-    tokens: list[_Count]
+    tokens: _Many[_Count]
