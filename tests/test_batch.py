@@ -6,7 +6,9 @@ import io
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from headstart.cli import batch_files
 from headstart.cli.batch_files import fingerprint
 from headstart.cli.main import command
 from headstart.cli.options import ModelOptions
+from headstart.errors import HeadstartError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 Job = Callable[..., int]
@@ -316,6 +319,28 @@ def test_standard_input_and_output(job: Job, tmp_path: Path, piped: Any, capfd: 
     assert sorted(r["custom_id"] for r in found) == ["q0", "q1", "q2"]
     piped(b"")
     assert job("-", "-") == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_an_input_that_can_be_read_only_once(job: Job, tmp_path: Path) -> None:
+    """A shell's <(...), or /dev/stdin."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: written(pipe, MANY[:3]))
+    writer.start()
+    assert job(pipe, tmp_path / "out.jsonl") == 0
+    writer.join()
+    assert sorted(map(str, records(tmp_path / "out.jsonl"))) == ["q0", "q1", "q2"]
+
+
+def test_an_input_that_is_changed_meanwhile_stops_the_job(tmp_path: Path) -> None:
+    """What stands there now is another question, whose answer the record's id would not belong to."""
+    questions = batch_files.Questions(str(written(tmp_path / "in.jsonl", MANY[:2])), "tiny")
+    with closing(questions):
+        first, second = questions.lines
+        written(tmp_path / "in.jsonl", [MANY[0], ask("q9", BODIES[1][1])])
+        assert json.loads(questions.read(first)[1]) == MANY[0]
+        with pytest.raises(HeadstartError, match=r"line 2 .* changed"):
+            questions.read(second)
 
 
 def test_two_jobs_do_not_share_an_output(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ pytest.importorskip("fastapi")
 from server_tools import SIZES, WORDS, Server, ask
 
 from headstart import LLM, AsyncLLM, SamplingParams
+from headstart.drafters.prediction import MAX_PREDICTION
 from headstart.server.calls import Calls
 from headstart.server.guard import MAX_HEADER_BYTES, MAX_HEADERS
 from headstart.server.reading import MAX_DEPTH, parsed
@@ -128,6 +129,8 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"prompt": ["one"] * 65}, "prompt"),
         ({"prompt": [5] * 600}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [10**30], "echo": True}, "prompt"),
+        ({"prompt": [-1], "echo": True}, "prompt"),
         ({"prompt": "half a character: \ud800"}, "prompt"),
         ({"max_tokens": 10_000}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
@@ -199,6 +202,19 @@ def test_a_huge_or_hostile_prediction_changes_nothing(server: Server) -> None:
         status, said = server.post(TEXT, body | {"prediction": {"type": "content", "content": text}})
         assert status == 200, said
         assert said["choices"] == plain
+
+
+def test_no_more_of_a_prediction_is_tokenized_than_is_looked_at(server: Server) -> None:
+    """Megabytes of it took a minute of a tokenizer's thread, of which there are four."""
+    codec, read = server.llm.codec, list[int]()
+    encode = codec.encode_prediction
+    codec.encode_prediction = lambda text: read.append(len(text)) or encode(text[:1000])  # type: ignore[method-assign]
+    try:
+        server.llm.request("one", prediction="one two " * 1_000_000)
+    finally:
+        del codec.encode_prediction  # type: ignore[method-assign]
+    assert read[0] <= 16 * MAX_PREDICTION
+    assert len(server.llm.request("one", prediction="x" * 40_000).prediction) == MAX_PREDICTION
 
 
 def test_a_stop_string_beats_the_cap_and_everything_is_trimmed_together(server: Server) -> None:

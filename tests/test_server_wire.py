@@ -87,6 +87,19 @@ def test_a_request_that_never_comes_whole_is_cut(server: Server) -> None:
     dripped.close()
 
 
+def test_a_request_that_says_twice_how_long_it_is_ends_its_connection(server: Server) -> None:
+    """Whatever is in front of the server may have taken its end for another, and what follows for somebody else's."""
+    body = json.dumps({"prompt": "one", "max_tokens": 1}).encode()
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    connection = server.connect()
+    both = head(TEXT, body).replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+    connection.sendall(both + chunks + b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    found = read_all(connection)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert b"two_lengths" in found
+    assert found.count(b"HTTP/1.1") == 1
+
+
 def test_who_waits_for_an_answer_is_not_cut(server: Server) -> None:
     with server.held():
         connections = [server.send(TEXT, {"prompt": "one", "stream": stream}) for stream in (True, False)]

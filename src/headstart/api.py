@@ -17,6 +17,7 @@ import torch
 from .assembly import Model, assemble
 from .config import Config
 from .drafters.base import Drafter
+from .drafters.prediction import MAX_PREDICTION
 from .engine.handle import Handle
 from .engine.inbox import Inbox
 from .engine.stats import EngineStats
@@ -24,6 +25,7 @@ from .engine.stream import Claim, Stream
 from .errors import EngineBusy, InvalidParameter
 from .machine.load.loading import Capability
 from .machine.load.open import Quantization
+from .machine.messages import check_text
 from .machine.text import TextCodec
 from .progress import Tell
 from .prompts import (
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Stream"]
 
 T = TypeVar("T")
+
+_LONG_TOKEN = 16  # characters: of a text's tokens, hardly one in a hundred has more
 
 
 class LLM:
@@ -337,9 +341,14 @@ class LLM:
         self, ids: Sequence[int], params: SamplingParams, prediction: str | None, own: str | None = None
     ) -> Request:
         """``own``: the id that the caller chose."""
-        expected = tuple(self.codec.encode_prediction(prediction)) if prediction else ()
+        expected = self._expected(prediction) if prediction else ()
         free = (name for n in self._ids if not self.engine.running(name := f"request-{n}"))
         return Request(own if own is not None else next(free), tuple(ids), params, expected)
+
+    def _expected(self, prediction: str) -> tuple[int, ...]:
+        """As much of a prediction as drafters look at: the rest may be megabytes, and is not tokenized."""
+        check_text("prediction", prediction)
+        return tuple(self.codec.encode_prediction(prediction[: MAX_PREDICTION * _LONG_TOKEN])[:MAX_PREDICTION])
 
     def _encode(self, prompt: Written) -> list[int]:
         return self.codec.encode(prompt) if isinstance(prompt, str) else prompt

@@ -69,9 +69,10 @@ class Questions:
 
     def __init__(self, path: str, fingerprint: str) -> None:
         self.name = "standard input" if path == "-" else path
-        self._file: IO[bytes] = _spooled() if path == "-" else _opened(path)
+        self._fingerprint = fingerprint
+        self._file: IO[bytes] = _spooled(sys.stdin.buffer) if path == "-" else _opened(path)
         try:
-            self.lines = list(self._scan(fingerprint))
+            self.lines = list(self._scan())
             if not self.lines:
                 raise InvalidParameter("input", f"holds nothing: {self.name} is empty")
         except BaseException:
@@ -82,11 +83,18 @@ class Questions:
         self._file.close()
 
     def read(self, line: Line) -> tuple[int, bytes]:
-        """Its number, and what it says."""
+        """Its number, and what it says. Raises if that is no longer what it said: its answer would belong to nobody."""
         self._file.seek(line.start)
-        return line.number, self._file.read(line.length)
+        content = self._file.read(line.length)
+        if self._id(line.number, content) != line.id:
+            raise HeadstartError(f"line {line.number} of {self.name} was changed while the job ran")
+        return line.number, content
 
-    def _scan(self, fingerprint: str) -> Iterator[Line]:
+    def _id(self, number: int, content: bytes) -> str:
+        key = f"{self._fingerprint} {number} ".encode() + content
+        return f"batch_req_{hashlib.sha256(key).hexdigest()[:32]}"
+
+    def _scan(self) -> Iterator[Line]:
         """The lines that are not empty. Two that have one name are refused before anything is computed."""
         named: dict[str, int] = {}
         start = 0
@@ -96,9 +104,7 @@ class Questions:
                 name = _custom_id(content)
                 if name is not None and (other := named.setdefault(name, number)) != number:
                     raise InvalidParameter("input", f"has the custom_id {name!r} twice, in lines {other} and {number}")
-                key = f"{fingerprint} {number} ".encode() + content
-                offset = start + text.index(content)
-                yield Line(number, offset, len(content), f"batch_req_{hashlib.sha256(key).hexdigest()[:32]}")
+                yield Line(number, start + text.index(content), len(content), self._id(number, content))
             start += len(text)
 
 
@@ -122,7 +128,6 @@ class Records:
 
     def add(self, line: Line, record: dict[str, Any]) -> None:
         """Write a record, whole or not at all."""
-        self._count(line.id, record)
         text = json.dumps({"id": line.id} | record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         try:
             rest = memoryview(text)
@@ -133,6 +138,7 @@ class Records:
                 with suppress(OSError):
                     os.truncate(self._path, self._end)
             raise
+        self._count(line.id, record)
         if self._end is not None:
             self._end += len(text)
 
@@ -181,15 +187,19 @@ def _custom_id(line: bytes) -> str | None:
 
 def _opened(path: str) -> IO[bytes]:
     try:
-        return open(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115  # as long as the job
     except OSError as error:
         raise InvalidParameter("input", f"cannot be read: {error.strerror} ({path})") from None
+    if file.seekable():
+        return file
+    with file:  # a pipe: <(head -5 all.jsonl), or /dev/stdin
+        return _spooled(file)
 
 
-def _spooled() -> IO[bytes]:
-    """Standard input, to be read more than once."""
+def _spooled(file: IO[bytes]) -> IO[bytes]:
+    """What can be read only once, to be read more than once."""
     kept = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the job
-    while piece := sys.stdin.buffer.read(1 << 20):
+    while piece := file.read(1 << 20):
         kept.write(piece)
     kept.seek(0)
     return kept

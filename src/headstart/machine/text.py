@@ -53,6 +53,11 @@ class TextCodec:
         check_text("prediction", text)
         return self._encode_bare(text)
 
+    def check_ids(self, field: str, ids: Sequence[int]) -> None:
+        """Refuse ids that the tokenizer does not have, and could not spell."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise InvalidParameter(field, f"holds token ids outside the vocabulary of {self.vocab_size}")
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of these ids without the special ones. Spaces are left as they are: HF's clean-up is off."""
         if self._backend is not None:

@@ -23,7 +23,6 @@ from starlette.middleware.cors import CORSMiddleware
 from .. import __version__
 from ..async_api import AsyncLLM
 from ..engine.inbox import Reader
-from ..errors import InvalidParameter
 from . import errors
 from .calls import Call, Calls
 from .errors import Refused
@@ -185,8 +184,7 @@ class _Service:
     async def detokenize(self, body: Detokenize) -> dict[str, Any]:
         self._calls.check_model(body.model)
         codec = self._llm.llm.codec
-        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < codec.vocab_size:
-            raise InvalidParameter("tokens", f"holds ids outside the vocabulary of {codec.vocab_size}")
+        codec.check_ids("tokens", body.tokens)
         return {"prompt": await asyncio.to_thread(codec.decode, body.tokens)}
 
     # -- for those who watch

@@ -120,7 +120,10 @@ class Calls:
         return self._call(writer, prompts, params, body)
 
     def _as_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._codec.decode(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        self._codec.check_ids("prompt", prompt)  # before they are spelt, which is before the engine sees them
+        return self._codec.decode(prompt)
 
     def _infilled(
         self, prompts: Sequence[str | list[int]], suffix: str, params: SamplingParams

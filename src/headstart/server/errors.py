@@ -15,9 +15,10 @@ from starlette.exceptions import HTTPException
 
 from ..errors import EngineBusy, EngineStopped, HeadstartError, InvalidParameter, ModelRefused, PromptTooLong
 
-__all__ = ["Refused", "body", "described", "install", "misfit"]
+__all__ = ["TWO_LENGTHS", "Refused", "body", "described", "install", "misfit"]
 
 RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
+TWO_LENGTHS = "two_lengths"  # the code of a request of which nobody can be sure where it ends
 _KINDS = {"str", "int", "float", "bool"}
 _CODES = {413: "body_too_large"}
 _WRONG = {  # pydantic's kinds of errors, in the words of JSON
@@ -113,6 +114,8 @@ def answer(error: Refused) -> JSONResponse:
     headers = {"Retry-After": RETRY_AFTER} if error.status in (429, 503) else None
     if error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
+    if error.code == TWO_LENGTHS:
+        headers = {"Connection": "close"}  # what comes behind it may be part of it
     return JSONResponse(body(error.status, error.message, error.field, error.code), error.status, headers)
 
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from .errors import Refused, answer, described
+from .errors import TWO_LENGTHS, Refused, answer, described
 
 __all__ = ["OPEN", "Door", "Guard"]
 
@@ -85,6 +85,9 @@ class Door:
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             most = f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
             raise Refused(431, f"the request has more than {most}", code="headers_too_large")
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            # A proxy may go by the one and this server by the other: what one takes for a body is the other's request.
+            raise Refused(400, "the request's body has a length and comes in chunks: send one", code=TWO_LENGTHS)
         hosts = [value for name, value in headers if name == b"host"]
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         if not self._known(_bare(host)):
