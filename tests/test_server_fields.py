@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -170,16 +171,16 @@ def test_origins_in_a_stream(server: Server) -> None:
     """One for each token of each choice, in the chunk that has its log-probability, also while text is held back."""
     body = {"prompt": "ab" * 12, "max_tokens": 30, "n": 3, "logprobs": 1, "ignore_eos": True, "temperature": 0.6}
     body |= {"seed": 5, "origins": True, "stream": True}
-    ends: list[Any] = []
     for stop in (None, ["zzzz", "qq~"]):
+        ends: queue.Queue[Any] = queue.Queue()
         status, text = server.post("/v1/completions", body | {"stop": stop})
         assert status == 200, text
         for line in text.splitlines():
             for part in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
                 assert len(part["origins"]) == len(part["logprobs"]["tokens"] if part["logprobs"] else ())
-        with server.llm.listen(ended=ends.append):
+        with server.llm.listen(ended=ends.put):
             found = streamed(server, **body | {"stop": stop})
-        (own,) = ends[-1:]
+            own = ends.get(timeout=30)  # readers are told before
         assert [found[i]["origins"] for i in range(3)] == [list(choice.origins) for choice in own.choices]
         assert "accepted" in found[0]["origins"] + found[1]["origins"] + found[2]["origins"]
         assert [len(found[i]["logprobs"]["tokens"]) for i in range(3)] == [30] * 3

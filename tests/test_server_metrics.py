@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,8 @@ pytest.importorskip("fastapi")
 from prometheus_client.parser import text_string_to_metric_families
 from server_tools import WORDS, Server, tiny_llm
 
-from headstart import SamplingParams
+from headstart import AsyncLLM, SamplingParams
+from headstart.server.app import create_app
 from headstart.server.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[1] / "docs" / "grafana.json"
@@ -223,3 +225,18 @@ def test_the_key_is_asked_for_here_too() -> None:
         assert server.post("/v1/chat/completions", {"messages": WORDS})[0] == 401
     finally:
         server.close()
+
+
+def test_nothing_is_counted_for_an_app_that_has_stopped() -> None:
+    """Its LLM may live on, under another app: each that came and went was told of every round, for ever."""
+    llm = tiny_llm()
+
+    async def live(app: Any) -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    app = create_app(AsyncLLM(llm))
+    asyncio.run(live(app))
+    llm.generate("one", SamplingParams(max_tokens=2, ignore_eos=True))
+    assert "vllm:request_generation_tokens_count" in (said := app.state.service.metrics.text().decode())
+    assert re.search(r"^vllm:request_generation_tokens_count\S* 0\.0$", said, re.MULTILINE)

@@ -64,6 +64,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
         finally:
             service.stopping = True
             await llm.close(settings.drain)
+            service.metrics.listening.close()  # the LLM may live on, with another app
 
     about: dict[str, Any] = {"title": "Headstart", "version": __version__, "docs_url": None, "redoc_url": None}
     app = FastAPI(**about, lifespan=life, redirect_slashes=False)
