@@ -118,6 +118,7 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"seed": 2**64}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"logprobs": 10_000}, "logprobs"),

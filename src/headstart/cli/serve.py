@@ -98,7 +98,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
         model=name,
         api_key=key,
         allowed_hosts=hosts,
-        allowed_origins=server.allowed_origin or (),
+        allowed_origins=[origin.rstrip("/").lower() for origin in server.allowed_origin or ()],
         max_body=server.max_body * 2**20,
         statistics=server.statistics,
         drain=server.drain,
@@ -132,7 +132,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 def _key(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get(KEY) or None
+        return os.environ.get(KEY, "").strip() or None  # shells and secret stores like to add a line's end
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -36,7 +36,15 @@ __all__ = ["ChatRequest", "CompletionRequest", "Detokenize", "Message", "Tokeniz
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
-_Number: TypeAlias = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a valid number")
+    return value
+
+
+_Number: TypeAlias = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValidator(_no_flag)]
 _Count: TypeAlias = StrictInt
 T = TypeVar("T")
 _Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
