@@ -12,6 +12,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -245,6 +246,7 @@ def _serve(options: argparse.Namespace) -> None:
             asked = json.loads(line)
             what = asked.pop("do")
             print(json.dumps(state() if what == "state" else asyncio.run(_own(served, **asked))), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)  # whoever started it is gone: it must not stay, with what it holds
 
     threading.Thread(target=answer, daemon=True).start()
     run(app, listener, drain=30)
