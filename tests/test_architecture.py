@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1] / "src" / "headstart"
 FLOORS = {
     "types": 0,
     "sampling": 0,
+    "structured": 0,
     "values": 0,
     "config": 0,
     "errors": 0,
@@ -40,8 +41,10 @@ FLOORS = {
 NEIGHBOURS = {
     ("types", "sampling"),
     ("sampling", "values"),
+    ("sampling", "structured"),
+    ("structured", "values"),
     ("config", "values"),
-    *((ground, "errors") for ground in ("types", "sampling", "values", "config")),
+    *((ground, "errors") for ground in ("types", "sampling", "structured", "values", "config")),
     ("controller", "control"),
     ("lab", "distill"),
     ("assembly", "progress"),

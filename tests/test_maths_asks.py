@@ -21,7 +21,7 @@ from headstart.maths import distribution, noise, warp
 from headstart.maths.asks import ASKS, DRAWING, Served, asks_of
 from headstart.maths.vocab_ops import PLAIN, VocabOps
 from headstart.maths.warp import Warp
-from headstart.types import Request, SamplingParams, Verification
+from headstart.types import Request, SamplingParams, Structured, Verification
 
 BACKENDS: list[Served] = [
     distribution.SERVED,
@@ -48,6 +48,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {1: 2.0}, "temperature": 0},
     "min_tokens": {"min_tokens": 2, "temperature": 0},
     "logprobs": {"logprobs": 0, "temperature": 0},
+    "structured": {"structured": Structured(regex="a+"), "temperature": 0},
 }
 #: fields that no backend has to know: the engine deals with them
 AROUND = {"prompt_logprobs", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos", "n", "speculate"}

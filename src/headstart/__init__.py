@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Round,
         SamplingParams,
         Stats,
+        Structured,
         TokenLogprob,
         Verdict,
     )
@@ -72,6 +73,7 @@ __all__ = [
     "SpeculativeOutput",
     "Stats",
     "Stream",
+    "Structured",
     "TargetView",
     "TokenLogprob",
     "Verdict",

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .errors import InvalidParameter
+from .structured import Structured
 from .values import INT64, flag, ids, integer, number, shown
 
-__all__ = ["MAX_LOGPROBS", "SamplingParams", "Verification"]
+__all__ = ["MAX_LOGPROBS", "SamplingParams", "Structured", "Verification"]
 
 Verification = Literal["block", "token", "coupled"]
 
@@ -44,6 +45,9 @@ class SamplingParams:
     the classical rule, "coupled" gives the very tokens that plain decoding gives for the same seed. None is "coupled"
     if there is a ``seed``, so that a seed gives one text, and "block" if there is none; ``rule`` says which.
 
+    ``structured`` holds the answer to a JSON schema, a regex, a list of choices or a grammar (``Structured``): every
+    token is drawn from those that can still lead to such an answer. It needs the extra ``structured`` and a tokenizer.
+
     Numbers may be NumPy scalars or tensors without dimensions; they are kept as Python's own.
     """
 
@@ -66,6 +70,7 @@ class SamplingParams:
     speculate: bool = True
     verification: Verification | None = None
     prompt_logprobs: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         self._read_numbers()
@@ -78,6 +83,7 @@ class SamplingParams:
             raise InvalidParameter(
                 "verification", f"must be 'block', 'token', 'coupled' or None, not {shown(self.verification)}"
             )
+        self._keep("structured", _structured(self.structured))
         for name in ("ignore_eos", "speculate"):
             self._keep(name, flag(name, getattr(self, name)))
 
@@ -136,6 +142,13 @@ class SamplingParams:
             for token in tokens or ():
                 if token >= size:
                     raise InvalidParameter(name, f"names token {token}, but the vocabulary ends at {size - 1}")
+
+
+def _structured(value: object) -> Structured | None:
+    if value is None or isinstance(value, Structured):
+        return value
+    example = "headstart.Structured(json={...})"
+    raise InvalidParameter("structured", f"must be a Structured, as in {example}, not {shown(value)}")
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:

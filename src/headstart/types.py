@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .errors import PromptTooLong
-from .sampling import SamplingParams, Verification
+from .sampling import SamplingParams, Structured, Verification
 
 if TYPE_CHECKING:  # these records hold tensors and never compute with them; torch takes seconds to import
     import torch
@@ -41,6 +41,7 @@ __all__ = [
     "Round",
     "SamplingParams",
     "Stats",
+    "Structured",
     "Tell",
     "TokenLogprob",
     "Verdict",

@@ -91,6 +91,8 @@ class Reception:
             raise InvalidParameter(
                 "stop", "needs a tokenizer, and this model was given without one: use stop_token_ids"
             )
+        if request.params.structured is not None:
+            raise InvalidParameter("structured", "is not served yet; leave it out")
         request.longest(self.max_len)
 
     def handle(self, request: Request, running: Mapping[str, Handle]) -> Handle:

@@ -37,6 +37,7 @@ ASKS: dict[str, Callable[[SamplingParams], bool] | None] = {
     "logit_bias": lambda p: bool(p.logit_bias),
     "min_tokens": lambda p: p.min_tokens > 0,
     "logprobs": lambda p: p.logprobs is not None,
+    "structured": lambda p: p.structured is not None,
     "prompt_logprobs": None,
     "seed": None,
     "stop": None,
@@ -57,7 +58,7 @@ RULES = frozenset(get_args(Verification)) - {"coupled"}
 #: what is done before temperature and truncation, or after them
 OTHERS = PROCESSING | RULES | {"logprobs"}
 #: fields and rules that have no faster way yet: all backends but the tensors decline them
-TENSORS_ONLY: Asks = frozenset()
+TENSORS_ONLY: Asks = frozenset({"structured"})
 
 
 def asks_of(params: SamplingParams) -> Asks:

@@ -233,7 +233,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
         return "is not a field that this server knows" + (f"; did you mean {near[0]}?" if near else "")
 
     def _params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
-        apart = ("max_tokens", "logprobs", "logit_bias")
+        apart = ("max_tokens", "logprobs", "logit_bias", "structured")
         given = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name not in apart}
         bias = None
         if self.logit_bias is not None:
