@@ -1,7 +1,7 @@
 """A thousand clients at once, some of whom leave, on a network that delays, drips and cuts: is anything lost or wrong?
 
     python benchmarks/serve_load.py --clients 1000 --leaving 200 --minutes 10        # a tiny model
-    python benchmarks/serve_load.py --model embedded --clients 100 --leaving 20
+    python benchmarks/serve_load.py --model embedded --clients 1000 --leaving 200 --patience 1200
     python benchmarks/serve_load.py --quick
 
 The server's line is bounded: beyond it clients get 429 and come back after ``Retry-After``. Each request is asked alone
@@ -30,7 +30,7 @@ from serve_common import Answer, Client, Cut, Served, head, read_answer
 
 FAULTS = ("none", "none", "delay", "drip", "cut request", "cut answer")
 LEAVES = ("at once", "in headers", "in body", "when sent", "at the first byte", "in the middle")
-PATIENCE = 300.0  # seconds after which a client counts as hanging
+PATIENCE = 300.0  # seconds after which a client counts as hanging, unless ``--patience`` says otherwise
 
 
 # -- what is asked, and what an answer says
@@ -175,7 +175,15 @@ class Proxy:
 class Storm:
     """Many clients at once. ``tally`` counts what became of them; ``wrong`` says what must not be."""
 
-    def __init__(self, port: int, proxy: Proxy, kinds: list[Ask], expected: list[dict[int, Any]]) -> None:
+    def __init__(
+        self,
+        port: int,
+        proxy: Proxy,
+        kinds: list[Ask],
+        expected: list[dict[int, Any]],
+        patience: float = PATIENCE,
+    ) -> None:
+        self._patience = patience
         self._port, self._proxy, self._kinds, self._expected = port, proxy, kinds, expected
         self.tally: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -191,7 +199,7 @@ class Storm:
 
     async def _client(self, kind: int, role: str, chance: random.Random) -> None:
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(self._patience):
                 if role == "stays":
                     await self._stays(kind, chance)
                 else:
@@ -296,7 +304,7 @@ async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]
     files = served.files()
     proxy = Proxy(served.port, options.seed)
     port = await proxy.start()
-    storm = Storm(port, proxy, kinds, expected)
+    storm = Storm(port, proxy, kinds, expected, options.patience)
     started, watched, storms = time.monotonic(), [], 0
     while not storms or time.monotonic() - started < 60 * options.minutes:
         await storm.run(options.clients, options.leaving, options.seed + storms)
@@ -335,6 +343,9 @@ def main() -> None:
     arguments.add_argument("--waiting", type=int, default=64, help="places in the server's line")
     arguments.add_argument("--kinds", type=int, default=40, help="different requests")
     arguments.add_argument("--tokens", type=int, default=24)
+    arguments.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds that a client waits for its answer"
+    )
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--quick", action="store_true")
     options = arguments.parse_args()

@@ -233,6 +233,7 @@ def test_bad_requests_name_their_field(llm: LLM) -> None:
         ([3] * 60, GREEDY, "max_tokens"),
         ([3], SamplingParams(max_tokens=12, logit_bias={TINY_VOCABULARY: 1.0}), "logit_bias"),
         ([3], SamplingParams(max_tokens=12, stop_token_ids=[TINY_VOCABULARY]), "stop_token_ids"),
+        ([3], SamplingParams(min_tokens=1, max_tokens=2, stop_token_ids=range(TINY_VOCABULARY)), "min_tokens"),
     ):
         with pytest.raises(InvalidParameter) as caught:
             llm.generate([prompt], params) if not prompt else llm.generate(prompt, params)

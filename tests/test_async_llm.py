@@ -152,6 +152,27 @@ def test_the_event_loop_goes_on_while_a_prompt_is_tokenized(monkeypatch: pytest.
     run(main, llm)
 
 
+def test_long_prompts_wait_for_each_other_and_keep_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, go_on = made(), threading.Event()
+    encode = llm._encode
+
+    def slow(prompt: Any) -> list[int]:
+        assert len(prompt) < 100 or go_on.wait(30)
+        return encode(prompt[:100])
+
+    monkeypatch.setattr(llm, "_encode", slow)
+
+    async def main(served: AsyncLLM) -> None:
+        long = [asyncio.create_task(served.generate("x" * 2**17, PARAMS)) for _ in range(8)]
+        await asyncio.sleep(0)
+        assert len((await served.generate(PROMPTS[0], PARAMS)).token_ids) == 12
+        assert not any(task.done() for task in long)
+        go_on.set()
+        await asyncio.gather(*long)
+
+    run(main, llm)
+
+
 def test_wrong_requests_are_refused_before_anything_is_computed() -> None:
     async def main(served: AsyncLLM) -> None:
         before = served.stats.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import typer
 
 from headstart.cli.commands import Command, Commands
+from headstart.cli.environment import OTHERS, unknown
 from headstart.cli.main import command
 from headstart.cli.options import ModelOptions, spread
 from headstart.cli.serve import ServerOptions
 from headstart.errors import InvalidParameter
 
-KEPT = {"HEADSTART_API_KEY", "HEADSTART_CACHE", "HEADSTART_CACHE_GB", "HEADSTART_CPU_ISA", "HEADSTART_REQUIRE_KERNELS"}
+ROOT = Path(__file__).parents[1]
 
 
 def started(*arguments: str, wrong: str = "") -> tuple[ModelOptions, ServerOptions]:
@@ -40,12 +42,12 @@ def test_every_option_is_a_variable_of_serve_and_of_no_other_command() -> None:
         for param in each.params:
             if name == "serve" and param.name != "help":
                 assert param.envvar == f"HEADSTART_{param.name.upper()}"
-                assert param.envvar not in KEPT
+                assert param.envvar not in OTHERS
                 seen.add(param.name)
             else:
                 assert not param.envvar, f"{name} {param.name} would change in silence"
     assert {"model", "draft", "gamma", "host", "port", "allowed_host", "max_rows", "statistics", "verbose"} <= seen
-    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "cli.md").read_text()
     assert all(f"[HEADSTART_{name.upper()}]" in page for name in seen)
 
 
@@ -105,3 +107,42 @@ def test_a_model_without_its_option_is_told_where_it_goes(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         started("some/model")  # as vLLM's users write it
     assert "(some/model): the model is given by --model" in capsys.readouterr().err
+
+
+def test_a_variable_that_nobody_reads_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HEADSTART_MAX_ROW", "HEADSTART_COLOUR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HEADSTART_PROT", "")  # as if it were not set
+    group: Any = command()
+    group([], standalone_mode=False)
+    told = capsys.readouterr().err
+    assert told.count("warning") == 1
+    assert "HEADSTART_COLOUR, HEADSTART_MAX_ROW (did you mean HEADSTART_MAX_ROWS?)" in told
+    assert "HEADSTART_PROT" not in told
+    monkeypatch.delenv("HEADSTART_MAX_ROW")
+    monkeypatch.delenv("HEADSTART_COLOUR")
+    group([], standalone_mode=False)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_variables_of_kubernetes_and_of_others_are_none_of_ours() -> None:
+    given = {
+        "HEADSTART_SERVICE_HOST": "10.0.0.1",
+        "HEADSTART_SERVICE_PORT_HTTP": "80",
+        "HEADSTART_PORT_80_TCP_ADDR": "10.0.0.1",
+        "HEADSTART_CANARY_PORT": "tcp://10.0.0.1:80",
+        "PATH": "/bin",
+    }
+    assert unknown(given, []) is None
+    assert "HEADSTART_CANARY_PORT" in (unknown({"HEADSTART_CANARY_PORT": "80"}, []) or "")
+    assert "and 4 more" in (unknown({f"HEADSTART_X{i}": "1" for i in range(9)}, []) or "")
+
+
+def test_every_variable_that_is_read_or_documented_is_known() -> None:
+    options: Any = {param.envvar for each in command().commands.values() for param in each.params if param.envvar}
+    pages = [*(ROOT / "src").rglob("*.py"), ROOT / "docs" / "reference.md", ROOT / "docs" / "serve.md"]
+    named = {name for page in pages for name in re.findall(r"HEADSTART_[A-Z_]+[A-Z]", page.read_text())}
+    assert named - OTHERS - options == {"HEADSTART_MAX_ROW"}, "the example of one that is misspelt"
+    assert {name for name in OTHERS if "STRESS" not in name} <= named

@@ -113,6 +113,8 @@ def test_completions_of_several_prompts(server: Server, client: Any) -> None:
         ({"messages": WORDS, "stream_options": {"include_usage": True}}, "stream_options", "streams"),
         ({"messages": WORDS, "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"messages": WORDS, "max_tokens": 100000}, "max_tokens", "max_model_len"),
+        ({"messages": WORDS, "min_tokens": 2, "stop_token_ids": [*range(112)]}, "min_tokens", "stop_token_ids"),
+        ({"messages": [{"role": "user", "content": "a" * 2**20}]}, "prompt", "tokens or more"),
         ({}, "messages", "required"),
     ],
 )
@@ -154,6 +156,7 @@ def test_other_faults(server: Server) -> None:
 def test_tokens_and_models(server: Server, client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+    assert time.time() - 3600 < client.models.retrieve("tiny").created <= time.time(), "when it was loaded"
     found = server.post("/tokenize", {"prompt": "one two"})[1]["tokens"]
     assert found == server.llm.codec.encode("one two")
     assert server.post("/tokenize", {"messages": WORDS})[1]["tokens"] == server.llm.codec.encode_chat(WORDS)

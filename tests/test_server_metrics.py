@@ -191,6 +191,27 @@ def test_what_the_controller_thinks_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert (one(found, "headstart_break_even_verify"), one(found, "headstart_break_even_draft")) == (0.25, 0.5)
 
 
+def test_what_it_believes_that_rounds_cost_is_told() -> None:
+    llm = tiny_llm(max_gamma=6)
+    metrics = Metrics(llm, "tiny")
+    found = samples(metrics)
+    assert one(found, "headstart_cost_rows") == 0
+    assert "headstart_forward_cost_seconds" not in found
+    llm.generate(["one two one two one", "three three three"], SamplingParams(max_tokens=40, temperature=0))
+    metrics._ask(0.0)
+    found = samples(metrics)
+    forwards = found["headstart_forward_cost_seconds"]
+    assert sorted(forwards) == [(str(width),) for width in range(1, 8)], "no more labels than widths"
+    assert one(found, "headstart_cost_rows") in (1, 2)
+    assert forwards["7",] >= forwards["1",] > 0
+    assert one(found, "headstart_draft_token_cost_seconds") == 0, "lookup costs nothing"
+    learnt = llm.engine.parts.controller.beliefs()
+    assert list(forwards.values()) == list(learnt.forwards)
+    fixed = Metrics(tiny_llm(gamma=2), "tiny")
+    fixed._ask(0.0)
+    assert one(samples(fixed), "headstart_cost_rows") == 0
+
+
 def test_why_there_is_no_speculation_is_a_label_that_does_not_grow() -> None:
     llm = tiny_llm(gamma=0)
     metrics = Metrics(llm, "tiny")

@@ -351,10 +351,10 @@ class LLM:
         return tuple(self.codec.encode_prediction(prediction[: MAX_PREDICTION * _LONG_TOKEN])[:MAX_PREDICTION])
 
     def _encode(self, prompt: Written) -> list[int]:
-        return self.codec.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.codec.encode(prompt, most=self.engine.parts.runner.max_len) if isinstance(prompt, str) else prompt
 
     def _encode_chat(self, conversation: Messages) -> list[int]:
-        return self.codec.encode_chat(conversation)
+        return self.codec.encode_chat(conversation, most=self.engine.parts.runner.max_len)
 
     @property
     def codec(self) -> TextCodec:

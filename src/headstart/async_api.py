@@ -13,7 +13,7 @@ hands over requests and takes what comes: one event for each round that wrote so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
@@ -28,7 +28,8 @@ from .types import Completion, Piece, Request, SamplingParams
 
 __all__ = ["AsyncLLM"]
 
-TOKENIZING = 4  # threads: a long prompt takes milliseconds
+TOKENIZING = 4  # threads: a prompt takes milliseconds
+LONG = 2**17  # characters, from which on it may take longer than anybody should wait for a thread
 
 
 class AsyncLLM:
@@ -41,6 +42,7 @@ class AsyncLLM:
         self.llm = llm
         self._inbox = llm.inbox()
         self._threads = ThreadPoolExecutor(TOKENIZING, thread_name_prefix="headstart-tokenize")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="headstart-tokenize-long")
         self._line = Places(llm.engine)
 
     @classmethod
@@ -119,7 +121,7 @@ class AsyncLLM:
         make = partial(self.llm.request, prompt, params, id=id, prediction=prediction)
         loop = asyncio.get_running_loop()
         try:
-            made = loop.run_in_executor(self._threads, make)
+            made = loop.run_in_executor(self._threads if _length(prompt) < LONG else self._long, make)
         except RuntimeError:  # its threads are gone
             raise EngineStopped("this AsyncLLM is closed") from None
         return await made
@@ -146,7 +148,8 @@ class AsyncLLM:
     async def close(self, drain: float | None = None) -> None:
         """Take nothing in any more and wait for what runs; what still runs after ``drain`` seconds is aborted."""
         await asyncio.to_thread(self._inbox.close, drain)
-        self._threads.shutdown(wait=False)
+        for threads in (self._threads, self._long):
+            threads.shutdown(wait=False)
         self._line.close()
 
     async def __aenter__(self) -> Self:
@@ -186,3 +189,14 @@ class AsyncLLM:
                     return self._inbox.submit(request, buffer=buffer)
                 except EngineBusy:  # somebody who does not wait was quicker
                     continue
+
+
+def _length(prompt: Any) -> int:
+    """Characters that are to be tokenized, of a prompt or a conversation."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, Mapping):
+        return sum(map(_length, prompt.values()))
+    if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
+        return sum(map(_length, prompt))
+    return 0

@@ -5,6 +5,7 @@ Knows: which commands there are. Does not know: what any of them does.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -14,9 +15,10 @@ from .chat import chat
 from .commands import Command, Commands
 from .demo import demo
 from .distill import distill
+from .environment import PREFIX, unknown
 from .generate import generate
 from .options import Verbose, spread
-from .screen import show_log
+from .screen import note, show_log
 from .serve import serve
 
 __all__ = ["app", "command"]
@@ -33,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for function in (generate, chat, serve, batch, demo, distill):
-    app.command(cls=Command)(spread(function, env="HEADSTART_" if function is serve else ""))
+    app.command(cls=Command)(spread(function, env=PREFIX if function is serve else ""))
 
 
 def command() -> Any:
@@ -58,5 +60,13 @@ def _options(
     verbose: Verbose = False,
 ) -> None:
     show_log(verbose=verbose)
+    if told := unknown(os.environ, _variables(context)):
+        note(f"warning: {told}")
     if context.invoked_subcommand is None:
         print(context.get_help())
+
+
+def _variables(context: typer.Context) -> list[str]:
+    """The environment variables of options."""
+    commands: Any = context.command
+    return [param.envvar for each in commands.commands.values() for param in each.params if param.envvar]

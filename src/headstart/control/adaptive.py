@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, slowest_tokens, tau, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
-from .costs import Costs, DraftSeconds, low
+from .costs import Beliefs, Costs, DraftSeconds, low
 from .probes import Probes, Rest
 from .why import Figures
 
@@ -219,6 +219,11 @@ class AdaptiveController:
     def min_chances(self) -> tuple[float, float]:
         pace, wider = self._pace_and_price()
         return break_even(wider, pace), self.min_chance_to_extend()
+
+    def beliefs(self) -> Beliefs:
+        draft = (0.0, 0.0) if self.free and not self._drafting else self._line(self._rows)
+        forwards = self._costs.forwards(self._rows, self.max_gamma + 1)
+        return Beliefs(self._rows, forwards, *draft) if forwards else Beliefs()
 
     def forget(self, sequence_id: str) -> None:
         self._acceptance.forget(sequence_id)

@@ -17,6 +17,7 @@ from ..config import DraftConfig
 from ..maths.cost import Forecast
 from ..types import Advice, DraftView, Proposal, Round
 from .adaptive import AdaptiveController
+from .costs import Beliefs
 
 __all__ = ["Controller", "FixedController", "GreedyAndSampled", "controller_for"]
 
@@ -57,6 +58,10 @@ class Controller(Advice, Protocol):
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from one round: a record for each of its sequences."""
         return None
+
+    def beliefs(self) -> Beliefs:
+        """What rounds and drafts are thought to cost just now."""
+        return Beliefs()
 
     def forget(self, sequence_id: str) -> None:
         """The sequence is gone."""
@@ -136,6 +141,9 @@ class GreedyAndSampled:
 
     def min_chances(self) -> tuple[float, float]:
         return self._now.min_chances()
+
+    def beliefs(self) -> Beliefs:
+        return self._now.beliefs()
 
     def forget(self, sequence_id: str) -> None:
         self._greedy.forget(sequence_id)

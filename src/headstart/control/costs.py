@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from ..maths.cost import CostModel, Point, by_width, slope, start_and_step
 
-__all__ = ["Costs", "DraftSeconds", "low"]
+__all__ = ["Beliefs", "Costs", "DraftSeconds", "low"]
 
 LIFETIME = 200  # rounds after which a measurement counts for little, so that a bad moment rules nothing out for good
 
@@ -25,6 +26,15 @@ def low(seen: Sequence[float]) -> float:
 def nearest(known: Iterable[int], rows: int) -> int | None:
     """Of these numbers of rows the one most like it."""
     return min(known, key=lambda other: abs(other - rows), default=None)
+
+
+class Beliefs(NamedTuple):
+    """What is thought to be known of costs, for those who watch."""
+
+    rows: int = 0  # it holds for so many; 0: nothing is measured
+    forwards: Sequence[float] = ()  # seconds of a round without drafting, of width 1, 2 ... tokens a row; or empty
+    draft: float = 0.0  # seconds that any draft takes
+    step: float = 0.0  # and more for each of its tokens
 
 
 class _Cell:

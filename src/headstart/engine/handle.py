@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import GenerationFailed, HeadstartError, InvalidParameter
-from ..types import Completion, Piece, Request, TokenLogprob
+from ..types import Completion, Piece, Request, SamplingParams, TokenLogprob
 from .sequence import Sequence, TextSink
 
 __all__ = ["Handle", "Reception"]
@@ -87,6 +87,7 @@ class Reception:
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise InvalidParameter(name, f"holds token ids outside the vocabulary of {self.vocab_size}")
         request.params.check_vocabulary(self.vocab_size)
+        self._check_endings(request.params)
         if request.params.stop and self.text is None:
             raise InvalidParameter(
                 "stop", "needs a tokenizer, and this model was given without one: use stop_token_ids"
@@ -94,6 +95,15 @@ class Reception:
         if request.params.structured is not None:
             raise InvalidParameter("structured", "is not served yet; leave it out")
         request.longest(self.max_len)
+
+    def _check_endings(self, params: SamplingParams) -> None:
+        """``min_tokens`` holds back what ends an answer: some token has to be left."""
+        if params.min_tokens and len(params.stop_token_ids or ()) >= self.vocab_size - len(self.eos):
+            ends = set(params.stop_token_ids or ()).union(() if params.ignore_eos else self.eos)
+            if len(ends) >= self.vocab_size:
+                raise InvalidParameter(
+                    "min_tokens", "cannot be reached: stop_token_ids hold every token, so that each ends the answer"
+                )
 
     def handle(self, request: Request, running: Mapping[str, Handle]) -> Handle:
         """The request's handle, with a sequence for each choice; ``running``: see ``Handle``."""

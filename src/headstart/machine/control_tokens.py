@@ -68,16 +68,23 @@ class ControlGuard:
             done = match.end()
         parts.append(text[done:])
         # A template that cuts a message to pieces may leave half a pair of marks
-        parts = [p.replace(self._opening, "").replace(self._closing, "") if isinstance(p, str) else p for p in parts]
+        parts = [self.unmarked(p) if isinstance(p, str) else p for p in parts]
         control = frozenset(self._ids.values()) - {self._tokenizer.unk_token_id}  # unknown characters forge nothing
         return self._encode_python(parts, control) if self._backend is None else self._encode_rust(parts, control)
+
+    def unmarked(self, text: str) -> str:
+        """The text without marks."""
+        return text.replace(self._opening, "").replace(self._closing, "")
 
     def _encode_rust(self, parts: Sequence[str | int], control: frozenset[int]) -> list[int]:
         """``parts``: plain text and control tokens."""
         backend, ids_of = self._copy
         text = "".join(f"{self._prefix}{part}n" if isinstance(part, int) else part for part in parts)
         ids: list[int] = []
-        for token in backend.encode(text, add_special_tokens=False).ids:
+        [encoded] = backend.encode_batch(
+            [text], add_special_tokens=False
+        )  # lets other threads run meanwhile; encode does not
+        for token in encoded.ids:
             if token in ids_of:
                 ids.append(ids_of[token])
             elif token in control:  # a Unigram model finds "</s>" in its own vocabulary

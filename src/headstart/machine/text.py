@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..errors import InvalidParameter, ModelRefused
+from ..errors import InvalidParameter, ModelRefused, PromptTooLong
 from .control_tokens import ControlGuard
 from .infill import Infill
 from .messages import check_text, read_messages
+from .token_bytes import TokenBytes
 
 __all__ = ["Detokenizer", "StopChecker", "TextCodec", "TextStream"]
 
@@ -43,15 +44,27 @@ class TextCodec:
         """Ids the tokenizer has; the model's output head may have more (padding)."""
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """A raw prompt, the way the tokenizer does it by default: BOS and the like are added, control tokens count."""
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
+        """A raw prompt, the way the tokenizer does it by default: BOS and the like are added, control tokens count.
+        ``most``: see ``check_length``."""
         check_text("prompt", text)
+        self.check_length(text, most)
         return list(self._tokenizer.encode(text))
 
     def encode_prediction(self, text: str) -> list[int]:
         """Text expected in the answer: no BOS, nothing in front of it."""
         check_text("prediction", text)
         return self._encode_bare(text)
+
+    def check_length(self, text: str, most: int | None) -> None:
+        """Refuse a text that has more than ``most`` tokens, whatever they are, without tokenizing it: megabytes take
+        seconds. Many a text that is too long passes."""
+        if most is None or len(text) <= most or self._token_bytes is None:
+            return
+        if (fewest := self._token_bytes.fewest(text)) > most:
+            raise PromptTooLong(
+                "prompt", f"has {fewest} tokens or more; max_model_len is {most} and counts the answer too"
+            )
 
     def check_ids(self, field: str, ids: Sequence[int]) -> None:
         """Refuse ids that the tokenizer does not have, and could not spell."""
@@ -70,8 +83,9 @@ class TextCodec:
         """The text of one token by itself, special ones too. Part of a character is a replacement character."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Messages through the tokenizer's own chat template, up to where the assistant's answer begins."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
+        """Messages through the tokenizer's own chat template, up to where the assistant's answer begins.
+        ``most``: see ``check_length``."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ModelRefused("this model has no chat template: use generate with a raw prompt instead of chat")
         read = read_messages(messages)
@@ -84,13 +98,21 @@ class TextCodec:
                 found |= suspects
             marked.append(line)
         if not found:
-            return self._encode_bare(self._render(read))
-        return self._guard.encode(self._render(marked), found)
+            text = self._render(read)
+            self.check_length(text, most)
+            return self._encode_bare(text)
+        text = self._render(marked)
+        self.check_length(self._guard.unmarked(text), most)
+        return self._guard.encode(text, found)
 
     @cached_property
     def infill(self) -> Infill:
         """How it fills in the middle. ``InvalidParameter`` where it has no tokens for that."""
         return Infill.of(self._tokenizer)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        return None if self._backend is None else TokenBytes.of(self._backend)
 
     @cached_property
     def _guard(self) -> ControlGuard:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class _Service:
         self._llm, self._settings = llm, settings
         self.metrics = Metrics(llm.llm, settings.model)
         self.stopping = False
+        self._loaded = int(time.time())
         self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics)
 
     # -- for the process that runs it
@@ -165,7 +167,7 @@ class _Service:
         return {
             "id": self._settings.model,
             "object": "model",
-            "created": 0,
+            "created": self._loaded,
             "owned_by": "headstart",
             "max_model_len": self._llm.llm.engine.parts.runner.max_len,
         }

@@ -98,6 +98,7 @@ class Calls:
     def __init__(self, llm: LLM, model: str, *, statistics: bool = False) -> None:
         self._model, self._statistics = model, statistics
         self._codec, self._spelling = llm.codec, Spelling.of(llm.codec)
+        self._longest = llm.engine.parts.runner.max_len
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
@@ -130,6 +131,8 @@ class Calls:
     ) -> tuple[list[str | list[int]], SamplingParams]:
         """Prompts that ask for what stands between them and the suffix; the tokens that end it are stops."""
         infill = self._codec.infill
+        for text in (suffix, *(prompt for prompt in prompts if isinstance(prompt, str))):
+            self._codec.check_length(text, self._longest)
         found: list[str | list[int]] = [infill.encode(prompt, suffix) for prompt in prompts]
         ends = () if params.ignore_eos else infill.ends
         return found, replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *ends))

@@ -26,6 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from ..api import LLM
+from ..control.costs import Beliefs
 from ..types import Completion, FinishReason, Request, Round, Stats
 
 __all__ = ["Metrics"]
@@ -71,6 +72,7 @@ class Metrics:
         self._round_counts: Counter[str] = Counter()  # by kind
         self._round_seconds = defaultdict[str, float](float)
         self._break_even = (0.0, 0.0)
+        self._beliefs = Beliefs()
         self._asked = 0.0
         self._answered: Counter[tuple[str, str, str]] = Counter()
         self._registry = CollectorRegistry()
@@ -145,6 +147,7 @@ class Metrics:
         yield self._gauge("headstart_break_even_verify", help, keep)
         help = "The same for drafting a token more and verifying it."
         yield self._gauge("headstart_break_even_draft", help, extend)
+        yield from self._costs()
         yield self._gauge("headstart_speculating", "1 while drafting is thought to pay.", float(why is None))
         held = GaugeMetricFamily(
             "headstart_speculation_held_back", "1 while it is, and why.", labels=[*self._labels, "reason"]
@@ -152,6 +155,21 @@ class Metrics:
         # Its first words only: the figures behind them change, and every text would be a time series of its own.
         held.add_metric([*self._labels.values(), (why or "").partition(":")[0]], float(why is not None))
         yield held
+
+    def _costs(self) -> Iterator[Metric]:
+        """What the controller believes. As many widths as a round may have: they are the labels."""
+        known = self._beliefs
+        yield self._gauge(
+            "headstart_cost_rows", "Rows for which the costs below are believed; 0: none yet.", known.rows
+        )
+        help = "What a round without drafting is believed to take, by its tokens a row."
+        forwards = GaugeMetricFamily("headstart_forward_cost_seconds", help, labels=[*self._labels, "width"])
+        for width, seconds in enumerate(known.forwards, 1):
+            forwards.add_metric([*self._labels.values(), str(width)], seconds)
+        yield forwards
+        yield self._gauge("headstart_draft_cost_seconds", "What any draft is believed to take.", known.draft)
+        help = "And more for each of its tokens."
+        yield self._gauge("headstart_draft_token_cost_seconds", help, known.step)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         found = GaugeMetricFamily(name, help, labels=list(self._labels))
@@ -198,7 +216,8 @@ class Metrics:
     def _ask(self, now: float) -> None:
         """What the controller thinks. Not asked when Prometheus asks: it belongs to the thread that steps."""
         self._asked = now
-        self._break_even = self._llm.engine.parts.controller.min_chances()
+        controller = self._llm.engine.parts.controller
+        self._break_even, self._beliefs = controller.min_chances(), controller.beliefs()
 
     def _time(self, rounds: list[Round]) -> None:
         if not rounds:
