@@ -101,6 +101,19 @@ def test_special_ids_give_no_text() -> None:
     assert {0, 1, 2} <= codec.special_ids
 
 
+def test_but_where_they_are_asked_for() -> None:
+    codec = TextCodec(smollm())
+    ids = [1, *codec.encode_prediction("Hello"), 2, 0]
+    stream = TextStream(codec, [1, 2], ["<|im_end|>"], special=True)
+    found = [stream.push(token) for token in ids]
+    assert "".join(text for text, _ in found) == "<|im_start|>Hello", "a stop string may be one of them"
+    assert [stopped for _, stopped in found].index(True) == ids.index(2)
+    shown = Detokenizer(codec, special=True)
+    assert (
+        "".join(map(shown.push, ids)) == codec.decode(ids, special=True) == "<|im_start|>Hello<|im_end|><|endoftext|>"
+    )
+
+
 # -- encoding
 
 

@@ -51,7 +51,17 @@ ASKING: dict[str, dict[str, Any]] = {
     "structured": {"structured": Structured(regex="a+"), "temperature": 0},
 }
 #: fields that no backend has to know: the engine deals with them
-AROUND = {"prompt_logprobs", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos", "n", "speculate"}
+AROUND = {
+    "prompt_logprobs",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "ignore_eos",
+    "n",
+    "speculate",
+    "skip_special_tokens",
+}
 
 
 def test_every_field_is_in_the_table() -> None:

@@ -45,6 +45,7 @@ from .machine.load.pair_probe import LEAST_PARAMETERS, TOKENS, Promise, measure,
 from .machine.text import TextCodec, TextStream
 from .maths.cost import Forecast
 from .progress import Tell, telling
+from .types import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,11 +110,17 @@ def assemble(
         config.engine,
         vocab_size=vocab_size,
         eos=eos_ids(target),
-        text=(lambda r: TextStream(codec, r.prompt, r.params.stop or ())) if codec is not None else None,
+        text=(lambda request: _text(codec, request)) if codec is not None else None,
         captured=captured,
         max_gamma=config.draft.most,
     )
     return engine, beside.target, beside.draft, codec
+
+
+def _text(codec: TextCodec, request: Request) -> TextStream:
+    """What makes text of a request's tokens."""
+    params = request.params
+    return TextStream(codec, request.prompt, params.stop or (), special=not params.skip_special_tokens)
 
 
 def _sizes(config: Config, report: Capability, check: bool) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class SamplingParams:
     the classical rule, "coupled" gives the very tokens that plain decoding gives for the same seed. None is "coupled"
     if there is a ``seed``, so that a seed gives one text, and "block" if there is none; ``rule`` says which.
 
+    ``skip_special_tokens=False`` leaves the tokenizer's special tokens in the text, but for the one that ends it.
+
     ``structured`` holds the answer to a JSON schema, a regex, a list of choices or a grammar (``Structured``): every
     token is drawn from those that can still lead to such an answer. It needs the extra ``structured`` and a tokenizer.
 
@@ -71,6 +73,7 @@ class SamplingParams:
     verification: Verification | None = None
     prompt_logprobs: int | None = None
     structured: Structured | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._read_numbers()
@@ -84,7 +87,7 @@ class SamplingParams:
                 "verification", f"must be 'block', 'token', 'coupled' or None, not {shown(self.verification)}"
             )
         self._keep("structured", _structured(self.structured))
-        for name in ("ignore_eos", "speculate"):
+        for name in ("ignore_eos", "speculate", "skip_special_tokens"):
             self._keep(name, flag(name, getattr(self, name)))
 
     def _keep(self, name: str, value: object) -> None:

@@ -71,12 +71,14 @@ class TextCodec:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise InvalidParameter(field, f"holds token ids outside the vocabulary of {self.vocab_size}")
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of these ids without the special ones. Spaces are left as they are: HF's clean-up is off."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of these ids, with or without the special ones. Spaces are left as they are: HF's clean-up is off."""
         if self._backend is not None:
-            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+            text: str = self._backend.decode(list(ids), skip_special_tokens=not special)
         else:
-            text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self._tokenizer.decode(
+                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
         return text
 
     def spell(self, token: int) -> str:
@@ -138,11 +140,11 @@ class Detokenizer:
     """The text of one growing sequence. What ``push`` returns is final.
 
     Decodes a short window: the ids behind the last text shown (they tell the tokenizer that the next word is not
-    the first of a text, so that its space is kept) and the ids since. Special ids are skipped.
+    the first of a text, so that its space is kept) and the ids since. Special ids are skipped, unless ``special``.
     """
 
-    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int] = ()) -> None:
-        self._codec = codec
+    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int] = (), *, special: bool = False) -> None:
+        self._codec, self._special = codec, special
         self._window: list[int] = []
         self._rebase([token for token in prompt_ids[-_CONTEXT:] if token not in codec.special_ids])
 
@@ -150,14 +152,14 @@ class Detokenizer:
         """Start a new window with ids whose text has been shown."""
         self._window = context
         self._context = len(context)
-        self._base = self._shown = len(self._codec.decode(context).rstrip(_REPLACEMENT)) if context else 0
+        self._base = self._shown = len(self._decode(context).rstrip(_REPLACEMENT)) if context else 0
 
     def push(self, token_id: int) -> str:
         """The text that this id settles; empty while a character is incomplete."""
-        if token_id in self._codec.special_ids:
+        if not self._special and token_id in self._codec.special_ids:
             return ""
         self._window.append(token_id)
-        text = self._codec.decode(self._window)
+        text = self._decode(self._window)
         stable = text.rstrip(_REPLACEMENT)  # any of these may be the beginning of a character
         piece, held = stable[self._shown :], text[max(self._shown, len(stable)) :]
         if piece and not held:  # without new text the id may be half a character that the tokenizer shows as nothing
@@ -165,14 +167,17 @@ class Detokenizer:
         elif len(self._window) - self._context > _HOLD:  # broken UTF-8: show it, but for the last character
             piece += held[:-1]
             self._rebase(self._window[-4:])
-            self._shown = len(self._codec.decode(self._window)) - len(held[-1:])
+            self._shown = len(self._decode(self._window)) - len(held[-1:])
         else:
             self._shown = max(self._shown, len(stable))
         return piece
 
+    def _decode(self, ids: list[int]) -> str:
+        return self._codec.decode(ids, special=self._special)
+
     def flush(self) -> str:
         """What is left at the end: a real U+FFFD, if that is what the ids spell. Half a character is dropped."""
-        text, pending = self._codec.decode(self._window), self._window[self._context :]
+        text, pending = self._decode(self._window), self._window[self._context :]
         held = text[self._shown :]
         if held and self._codec.encode_prediction(text[self._base :]) != pending:
             held = ""
@@ -244,8 +249,10 @@ def _longer(text: str, table: Sequence[int], length: int, character: str) -> int
 class TextStream:
     """Ids in, text out, for one running sequence."""
 
-    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(codec, prompt_ids)
+    def __init__(
+        self, codec: TextCodec, prompt_ids: Sequence[int], stops: Sequence[str] = (), *, special: bool = False
+    ) -> None:
+        self._detokenizer = Detokenizer(codec, prompt_ids, special=special)
         self._checker = StopChecker(stops)
 
     def push(self, token_id: int, *, check_stop: bool = True) -> tuple[str, bool]:

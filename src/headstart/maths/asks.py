@@ -44,6 +44,7 @@ ASKS: dict[str, Callable[[SamplingParams], bool] | None] = {
     "stop_token_ids": None,
     "max_tokens": None,
     "ignore_eos": None,
+    "skip_special_tokens": None,
     "n": None,
     "speculate": None,
 }
