@@ -7,11 +7,14 @@ real one made before: compiling takes ten seconds, and what is tested is everyth
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from warm_processes import WarmProcess
 
 import headstart
 from headstart.machine.cpu import build
@@ -62,22 +65,38 @@ def use(monkeypatch: pytest.MonkeyPatch, compiler: Compiler | None) -> None:
         monkeypatch.setenv("CXX", str(compiler.path))
 
 
-def start(code: str, *arguments: str, cache: Path, light: bool = True, **variables: str) -> subprocess.Popen[str]:
-    """A process with a cache folder of its own, in a session of its own, so that all of it can be killed."""
-    place = {"HEADSTART_CACHE": str(cache), "PYTHONPATH": str(SOURCE.parent), "HF_HUB_OFFLINE": "1"}
+def start(code: str, *arguments: str, cache: Path, **variables: str) -> subprocess.Popen[str]:
+    """A process with a cache folder of its own, in a session of its own, so that all of it can be killed. It has
+    imported little (``LIGHT``)."""
     return subprocess.Popen(
-        [sys.executable, "-c", (LIGHT if light else "import sys\n") + code, str(SOURCE), *arguments],
+        [sys.executable, "-c", LIGHT + code, str(SOURCE), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | place | variables,
+        env=_around(cache, variables),
         start_new_session=True,
     )
 
 
-def ended(*processes: subprocess.Popen[str]) -> list[str]:
-    """What they printed; all must end well."""
-    said = [process.communicate(timeout=240) for process in processes]
+def start_warm(code: str, *arguments: str, cache: Path, **variables: str) -> WarmProcess:
+    """The same, for code that needs torch and transformers: it has imported them."""
+    return WarmProcess(code, *arguments, environment=_around(cache, variables))
+
+
+def _around(cache: Path, variables: dict[str, str]) -> dict[str, str]:
+    place = {"HEADSTART_CACHE": str(cache), "PYTHONPATH": str(SOURCE.parent), "HF_HUB_OFFLINE": "1"}
+    return os.environ | place | variables
+
+
+def ended(*processes: subprocess.Popen[str] | WarmProcess, seconds: float = 240) -> list[str]:
+    """What they printed; all must end well, in time."""
+    try:
+        said = [process.communicate(timeout=seconds) for process in processes]
+    except BaseException:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert [process.returncode for process in processes] == [0] * len(processes), said
     return [out.strip() for out, _ in said]
 

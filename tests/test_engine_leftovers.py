@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engines import table, table_engine
+from warm_processes import WarmProcess
 
 from headstart import LLM, InvalidParameter, Proposal, SamplingParams, progress
 from headstart.engine.outcome import Rows
@@ -91,8 +91,9 @@ for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.3)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = WarmProcess(program, environment=dict(os.environ))
+    _, errors = done.communicate(timeout=120)
+    assert done.returncode == 0, errors[-2000:]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")

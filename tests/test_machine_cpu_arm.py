@@ -23,8 +23,8 @@ def made(compiler: list[str], options: list[str], to: Path) -> Path:
     names = [build.SOURCES / f"{name}.cpp" for name in ("product", "pack", "attention", "decoder")]
     unit = to.with_suffix(".cpp")
     unit.write_text("".join(f'#include "{path}"\n' for path in (*names, PROGRAM)))
-    shared = [option for option in build.OPTIONS if option not in ("-shared", "-fPIC", "-O3")]
-    command = [*compiler, "-O0", *shared, *options, "-I", build.SOURCES, unit, "-o", to]
+    shared = [option for option in build.OPTIONS if option not in ("-shared", "-fPIC")]
+    command = [*compiler, *shared, *options, "-O0", "-I", build.SOURCES, unit, "-o", to]
     subprocess.run(list(map(str, command)), check=True)
     return to
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_tools import Compiler, ended, names, start, use
+from kernel_tools import Compiler, ended, names, start_warm, use
 from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
@@ -172,7 +172,7 @@ def test_the_command_line_says_it(tiny: Path, tmp_path: Path) -> None:
         "embedded._PACKAGE = 'no_such_package'\n"
         "app(['generate', '--draft', 'lookup', '-n', '4', 'one two'], standalone_mode=False)"
     )
-    run = start(code, cache=tiny.parent, light=False, PATH="", CXX=str(tmp_path / "none"))
+    run = start_warm(code, cache=tiny.parent, PATH="", CXX=str(tmp_path / "none"))
     _, said = run.communicate(timeout=120)
     assert run.returncode == 0, said
     assert said.count("the embedded model runs in float32") == 1
@@ -245,7 +245,7 @@ from headstart.machine.load import embedded
 from headstart.testing import tiny_model, tiny_tokenizer
 
 def read(path):
-    with open(sys.argv[2], "a") as log:
+    with open(sys.argv[1], "a") as log:
         log.write("read\\n")
     time.sleep(1.0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -261,8 +261,8 @@ print(json.dumps([llm.report.dtype, llm.generate([5, 6, 7], SamplingParams(tempe
 def test_many_processes_convert_once(cold: Path, tmp_path: Path) -> None:
     """On an empty cache: one compiles, converts and packs; all give the same text. The GGUF file is a tiny stand-in."""
     compiler, log = Compiler(tmp_path / "one", "sleep 0.5"), tmp_path / "log"
-    settings: Any = {"cache": cold.parent, "light": False, "CXX": str(compiler.path)}
-    said = ended(*(start(CONVERT, str(log), **settings) for _ in range(4)))
+    settings: Any = {"cache": cold.parent, "CXX": str(compiler.path)}
+    said = ended(*(start_warm(CONVERT, str(log), **settings) for _ in range(4)))
     assert len(set(said)) == 1
     assert said[0].startswith('["int4"')
     assert log.read_text() == "read\n"
@@ -275,16 +275,16 @@ def test_many_processes_convert_once(cold: Path, tmp_path: Path) -> None:
 
 def test_killed_while_converting(cold: Path, tmp_path: Path) -> None:
     compiler, log = Compiler(tmp_path / "one"), tmp_path / "log"
-    settings: Any = {"cache": cold.parent, "light": False, "CXX": str(compiler.path)}
+    settings: Any = {"cache": cold.parent, "CXX": str(compiler.path)}
     dies = CONVERT.replace(
         "embedded.read_gguf,",
         "import os\nembedded.make_readable = lambda *_: os.kill(os.getpid(), 9)\nembedded.read_gguf,",
     )
-    run = start(dies, str(log), **settings)
+    run = start_warm(dies, str(log), **settings)
     run.communicate(timeout=120)
     assert run.returncode == -9
     assert any(name.startswith(".smollm2") for name in names(cold.parent)), "the test is about what it left"
-    ended(start(CONVERT, str(log), **settings))
+    ended(start_warm(CONVERT, str(log), **settings))
     assert set(names(cold.parent)) <= {"embedded", "kernels", "smollm2-135m-instruct", "threads"}
     assert "finished" in names(cold.parent / "smollm2-135m-instruct")
 
@@ -298,8 +298,8 @@ def test_a_disk_without_room_for_the_embedded_model(cold: Path, tmp_path: Path) 
         "progress=said.append)\n", "progress=said.append)\nexcept ModelNotFound as error:\n    sys.exit(str(error))\n"
     )
     compiler = Compiler(tmp_path / "one")
-    settings: Any = {"cache": cold.parent, "light": False, "CXX": str(compiler.path), "TMPDIR": str(tmp_path)}
-    run = start(limit, str(tmp_path / "log"), **settings)
+    settings: Any = {"cache": cold.parent, "CXX": str(compiler.path), "TMPDIR": str(tmp_path)}
+    run = start_warm(limit, str(tmp_path / "log"), **settings)
     _, said = run.communicate(timeout=120)
     assert run.returncode == 1
     assert "the embedded model cannot be kept in" in said.splitlines()[-1]

@@ -89,7 +89,7 @@ def test_kept_sets_are_equal_over_many_rows(vocab_ops: VocabOps) -> None:
     x = logits(1, 300, 4096) * torch.linspace(0.2, 2.0, 300)[:, None]
     for name in ("top_p", "top_k", "min_p", "all"):
         warp = warp_of([SETTINGS[name]], 4096)
-        want, got = (probabilities(x, warp, outputs=outputs(1), **more) for more in ({}, {"inner": vocab_ops}))
+        want, got = (probabilities(x, warp, outputs=outputs(1), **more) for more in ({}, {"vocab_ops": vocab_ops}))
         assert int(((want > 0) != (got > 0)).sum()) == 0, name
 
 

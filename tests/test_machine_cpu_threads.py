@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from warm_processes import WarmProcess
 
 from headstart.machine.cpu import build, thread_count
 from headstart.machine.cpu.cores import allowed_cores
@@ -210,7 +211,6 @@ print(torch.equal(runner.forward(slice(0, 1), text[:, :3], [0]), few))
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory as Linux does")
 def test_memory_and_threads_that_cannot_be_had() -> None:
     """A forward without memory is an error, and the next one runs; missing threads cost time only."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
-    said = done.stdout.splitlines()
-    assert said == ["there is no memory for a forward of 2000 tokens", "True"], done.stderr
-    assert "of 12 threads could be started" in done.stderr
+    out, errors = WarmProcess(CODE, environment=dict(os.environ)).communicate(timeout=300)
+    assert out.splitlines() == ["there is no memory for a forward of 2000 tokens", "True"], errors
+    assert "of 12 threads could be started" in errors

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gguf_files import write_gguf
-from kernel_tools import Compiler, ended, start
+from kernel_tools import Compiler, ended, start_warm
 
 from headstart.machine.cpu import build
 from headstart.testing import tiny_model
@@ -29,7 +29,7 @@ from pathlib import Path
 from headstart import LLM, SamplingParams
 from headstart.machine.cpu.library import kernels
 
-_, _, *models = sys.argv
+_, *models = sys.argv
 work = Path(os.environ["HEADSTART_CACHE"])
 kernels()  # loaded, not yet run: no threads before a fork
 known = set(sys.modules)
@@ -103,8 +103,8 @@ def test_the_next_start_after_a_kill_is_clean(tmp_path: Path) -> None:
     model, cache = tiny_model("llama", **SIZES), tmp_path / "cache"
     paths = [str(write_gguf(tmp_path / f"{kind}.gguf", model, kind=kind, table=kind)) for kind in ("F16", "Q8_0")]
     cache.mkdir(mode=0o700)
-    settings: dict[str, Any] = {"cache": cache, "light": False, "CXX": str(Compiler(tmp_path / "compiler").path)}
-    (said,) = ended(start(CODE, *paths, **settings))
+    settings: dict[str, Any] = {"cache": cache, "CXX": str(Compiler(tmp_path / "compiler").path)}
+    (said,) = ended(start_warm(CODE, *paths, **settings))
     for found, kept, moments in zip(json.loads(said), ("weights.safetensors", "outline.json"), (4, 2), strict=True):
         assert found["steps"] > 10
         assert any(name.endswith(kept) for name in found["kept"])

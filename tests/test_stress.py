@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kernel_tools import Compiler, ended, start_warm
 
-HERE = Path(__file__).parent
-SECONDS = os.environ.get("HEADSTART_STRESS_SECONDS", "10")
+SECONDS = os.environ.get("HEADSTART_STRESS_SECONDS", "6")
+CODE = "import faulthandler, stress; faulthandler.enable(); stress.main()"
 
 
 @pytest.mark.slow
 def test_everything_at_once(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "HEADSTART_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": str(HERE.parent / "src"),
-        "HEADSTART_CPU_ISA": "plain",  # compiles quickly, and by one of the two
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", str(HERE / "stress.py"), "--seconds", SECONDS, "--seed", str(seed)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for seed in (1, 2)
-    ]
-    told = []
-    try:
-        for process in processes:
-            out, errors = process.communicate(timeout=600)
-            assert process.returncode == 0, errors[-4000:]
-            told.append(out)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    cache, compiler = tmp_path / "cache", Compiler(tmp_path / "compiler", "sleep 0.5")
+    arguments = [("--seconds", SECONDS, "--seed", seed) for seed in "12"]
+    processes = [start_warm(CODE, *each, cache=cache, CXX=str(compiler.path)) for each in arguments]
+    told = ended(*processes, seconds=600 + float(SECONDS))
     assert told[0] == told[1] != ""  # the same texts, whoever compiled
-    left = [path for path in (tmp_path / "cache").rglob(".*") if path.is_file() and not path.name.endswith("lock")]
+    assert compiler.count == 1
+    left = [path for path in cache.rglob(".*") if path.is_file() and not path.name.endswith("lock")]
     assert not left, "temporary files were left behind"
