@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from kernel_tools import Compiler
 from terminal_tools import CTRL_C, CTRL_D, UP, Terminal
 from typer.testing import CliRunner, Result
 
@@ -27,7 +28,8 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
     """One long talk, because each start takes seconds."""
     saved, cache = tmp_path / "saved.json", tmp_path / "cache"
     arguments = ("chat", "-m", tiny_folder, "-n", "3000", "-t", "0", "--plain")  # greedy, this model never ends
-    with Terminal(*arguments, HEADSTART_CACHE=str(cache)) as terminal:
+    cold = {"HEADSTART_CACHE": str(cache), "CXX": str(Compiler(tmp_path / "compiler").path)}
+    with Terminal(*arguments, **cold) as terminal:
         terminal.wait_for(PROMPT)
         terminal.send("/nonsense\r")
         terminal.wait_for("no command /nonsense")
@@ -82,7 +84,7 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
     assert 15 < len(answered["content"]) < 3000
     history = cache / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    with Terminal("chat", "-m", tiny_folder, HEADSTART_CACHE=str(cache)) as terminal:
+    with Terminal("chat", "-m", tiny_folder, **cold) as terminal:
         terminal.wait_for(PROMPT)
         terminal.send(UP + UP)  # typed in the session before
         terminal.wait_for(r"And more\?")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_tools import Compiler
 from rich.console import Console
 from terminal_tools import Terminal
 from typer.testing import CliRunner
@@ -63,7 +64,8 @@ def test_distill_in_a_file(tiny_folder: str, tmp_path: Path) -> None:
 
 
 def test_demo_on_a_terminal_of_60_columns(tiny_folder: str, tmp_path: Path) -> None:
-    with Terminal("demo", "-m", tiny_folder, "-n", "4", columns=60, HEADSTART_CACHE=str(tmp_path)) as terminal:
+    cold = {"HEADSTART_CACHE": str(tmp_path / "cache"), "CXX": str(Compiler(tmp_path / "compiler").path)}
+    with Terminal("demo", "-m", tiny_folder, "-n", "4", columns=60, **cold) as terminal:
         assert terminal.end() == 0
         plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", terminal.shown).replace("\r", "")
     assert len(re.findall(r"^  speed-up: \d+\.\d\dx$", plain, re.MULTILINE)) == 3, plain

@@ -55,17 +55,6 @@ except ModelRefused as error:
 """
 
 
-def test_float32_generation_needs_nothing_of_posix_and_missing_kernels_are_named(tmp_path: Path) -> None:
-    done = run(GENERATE, str(MODEL), cache=tmp_path)
-    assert done.returncode == 0, done.stderr
-    answers, refusal = done.stdout.splitlines()
-    plain, lookup, drafted = json.loads(answers)
-    assert plain == lookup == drafted
-    assert len(plain) == 12
-    assert "compiler" in refusal, "what was asked for"
-    assert re.search(r"HeadstartWarning: .*draft model runs in float32.*compiler", done.stderr), "what would be faster"
-
-
 COMMANDS = """
 import sys
 from headstart.cli.main import app
@@ -75,30 +64,40 @@ app(["chat", "-m", sys.argv[1], "-n", "6", "--seed", "1"], standalone_mode=False
 """
 
 
-def test_the_command_line_needs_nothing_of_posix(tmp_path: Path) -> None:
-    done = run(COMMANDS, str(MODEL), cache=tmp_path, text="Hello\n/quit\n")
-    assert done.returncode == 0, done.stderr
-    answer, _ = json.JSONDecoder().raw_decode(done.stdout)
-    assert len(answer["token_ids"]) <= 6
-    assert done.stderr.count("tok/s") == 1, "chat's closing line"
-
-
+# But for what stands on Triton, which is for Linux.
 IMPORT = """
-import importlib, sys
-for name in sys.argv[1:]:
+import importlib
+for name in sys.argv[2:]:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
+        print(name, "needs triton")
 """
 
 
-def test_every_module_can_be_imported_without_posix(tmp_path: Path) -> None:
-    """But for what stands on Triton, which is for Linux."""
+def test_generation_the_command_line_and_every_module_need_nothing_of_posix(tmp_path: Path) -> None:
+    """In one process, because torch and transformers take seconds to import."""
     names = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in SOURCE.rglob("*.py")]
-    done = run(IMPORT, *sorted(names), cache=tmp_path)
+    code = "print('----')".join((GENERATE, COMMANDS, IMPORT))
+    done = run(code, str(MODEL), *sorted(names), cache=tmp_path, text="Hello\n/quit\n")
     assert done.returncode == 0, done.stderr
+    generated, commands, imported = done.stdout.split("----\n")
+
+    answers, refusal = generated.splitlines()
+    plain, lookup, drafted = json.loads(answers)
+    assert plain == lookup == drafted
+    assert len(plain) == 12
+    assert "compiler" in refusal, "what was asked for"
+    assert re.search(r"HeadstartWarning: .*draft model runs in float32.*compiler", done.stderr), "what would be faster"
+
+    answer, _ = json.JSONDecoder().raw_decode(commands)
+    assert len(answer["token_ids"]) <= 6
+    assert done.stderr.count("tok/s") == 1, "chat's closing line"
+
+    missing = {line.removesuffix(" needs triton") for line in imported.splitlines()}
+    assert missing < set(names), "all else was imported"
 
 
 PLANTED = """

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from math import sqrt
-from operator import mul
 
 from ..maths.limits import MAX_STRENGTH
 from ..types import Proposal
@@ -128,8 +126,13 @@ class Acceptance:
 
     def chances(self, sequence_id: str, strength: int, length: int) -> list[float]:
         """A_1 .. A_length: the chance that the first i guesses all hold."""
-        own = self._own.get(sequence_id, {})
-        return list(accumulate((self._rate(own, _grown(strength, ahead)) for ahead in range(length)), mul))
+        own, chance, reached = self._own.get(sequence_id, {}), 1.0, list[float]()
+        for ahead in range(length):  # a plain loop: it runs for every row of every round
+            key = _grown(strength, ahead)
+            found = own.get(key)
+            chance *= found.rate if found is not None else self.rate(key)
+            reached.append(chance)
+        return reached
 
     def chances_of(self, sequence_id: str, proposal: Proposal, *, paid: bool) -> list[float]:
         """What each of a proposal's tokens is expected to add. Those of a tree share their level's chance."""

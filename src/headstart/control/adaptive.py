@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from ..maths.cost import Forecast, best_length, break_even, round_tokens, slope, slowest_tokens, tau, with_draft
+from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, slowest_tokens, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Beliefs, Costs, DraftSeconds, low
@@ -373,7 +373,8 @@ class AdaptiveController:
 
     def _worth(self, times: Sequence[float], left: float) -> float:
         """Plain rounds that a good draft would win in so many tokens of each row."""
-        speedup = max(tau(self._hoped, gamma) / each for gamma, each in enumerate(times)) * times[0]
+        tokens = round_tokens([reach(self._hoped, len(times) - 1)])
+        speedup = max(each / time for each, time in zip(tokens, times, strict=True)) * times[0]
         return (1 - 1 / speedup) * left
 
     def _left(self, view: DraftView) -> float:

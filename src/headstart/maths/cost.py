@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, zip_longest
 from operator import mul
 
 __all__ = [
@@ -62,8 +62,7 @@ def conditional(reached: Sequence[float]) -> list[float]:
 def round_tokens(rows: Sequence[Sequence[float]]) -> list[float]:
     """Expected tokens of a round, by its draft length 0, 1, ... up to the longest row's: the target's own one for each
     row, and every drafted token that is reached. ``rows``: A_1, A_2, ... of each, as far as it can be drafted for."""
-    longest = max(map(len, rows), default=0)
-    gains = (sum(row[i] for row in rows if len(row) > i) for i in range(longest))
+    gains = map(sum, zip_longest(*rows, fillvalue=0.0))
     return list(accumulate(gains, initial=float(len(rows))))
 
 
