@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from threading import Event, Lock, Thread
@@ -73,8 +74,8 @@ class Reader(Stream):
     async def rounds(self, *, failing: bool = True) -> AsyncIterator[list[Piece]]:
         """What came with each round, or with several if the event loop was busy. ``failing``: raise at the end of a
         request that failed."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        self._notify = lambda: loop.call_soon_threadsafe(news.set)
+        news = asyncio.Event()
+        self._notify = partial(self._inbox.bell().ring, news.set)
         try:
             while True:
                 if pieces := self.pieces():
@@ -95,9 +96,9 @@ class Reader(Stream):
 
     async def finish(self) -> None:
         """Wait for the end of it all, without being told of each round, and without raising if it failed."""
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        over = asyncio.Event()
         self._buffer, self._at_end, self._told = None, True, False
-        self._notify = lambda: loop.call_soon_threadsafe(over.set)
+        self._notify = partial(self._inbox.bell().ring, over.set)
         try:
             if not self.done:
                 await over.wait()
@@ -127,10 +128,10 @@ class Reader(Stream):
 async def together(readers: Sequence[Reader]) -> AsyncGenerator[tuple[int, list[Piece]], None]:
     """The rounds of several answers as they come, each with its reader's number. None is waited for by another, and
     failures are not raised. Left early, it stops all of them."""
-    loop, news = asyncio.get_running_loop(), asyncio.Queue[int]()
+    news = asyncio.Queue[int]()
     left = set(range(len(readers)))
     for number, reader in enumerate(readers):
-        reader._notify = partial(loop.call_soon_threadsafe, news.put_nowait, number)
+        reader._notify = partial(reader._inbox.bell().ring, partial(news.put_nowait, number))
         news.put_nowait(number)  # for what came before
     try:
         while left:
@@ -144,6 +145,34 @@ async def together(readers: Sequence[Reader]) -> AsyncGenerator[tuple[int, list[
             reader.close()
 
 
+class Bell:
+    """Wakes an event loop once for all that a round brought, however many read there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # an inbox outlives many
+        self._due = deque[Callable[[], object]]()
+        self._rung = False
+
+    def ring(self, call: Callable[[], object]) -> None:
+        """Have it called there, soon. From any thread; an error means that the loop is closed."""
+        self._due.append(call)
+        if self._rung:
+            return  # it has not looked yet, and will find this, too
+        loop, self._rung = self._loop(), True
+        try:
+            if loop is None:
+                raise RuntimeError("the event loop is gone")
+            loop.call_soon_threadsafe(self._answer)
+        except BaseException:
+            self._rung = False
+            raise
+
+    def _answer(self) -> None:
+        self._rung = False  # first, so that nothing can come unnoticed
+        while self._due:
+            self._due.popleft()()
+
+
 class Inbox:
     """Takes requests from any thread, and steps in one of its own until it is closed."""
 
@@ -151,6 +180,7 @@ class Inbox:
         self.failure: BaseException | None = None  # what the thread that steps died of
         self._engine = engine
         self._readers: dict[Handle, weakref.ref[Reader]] = {}  # of what has not ended yet
+        self._bells = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Bell]()
         self._closing = False
         self._door = Lock()  # over ``_closing`` and ``_readers`` together
         self._work_came = Event()
@@ -173,6 +203,12 @@ class Inbox:
         needs none. ``buffer``: how many pieces may lie unread before the request is aborted; None: all of them.
         """
         return Reader(self, request, notify, buffer)
+
+    def bell(self) -> Bell:
+        """That of the event loop which runs in this thread."""
+        loop = asyncio.get_running_loop()
+        with self._door:
+            return self._bells.setdefault(loop, Bell(loop))
 
     def abort(self, request_id: str) -> bool:
         """Stop a request before the next step. Waits for nothing. False: no such request runs."""

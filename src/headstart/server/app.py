@@ -227,5 +227,8 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
         await asyncio.gather(task, left, return_exceptions=True)
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: ``json.dumps`` makes one a call
+
+
 def _event(value: dict[str, Any]) -> bytes:
-    return format_sse_event(data_str=json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+    return format_sse_event(data_str=_encode(value))

@@ -13,6 +13,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from functools import partial
 from types import FrameType
@@ -31,6 +32,7 @@ KEEP_ALIVE = (
     75  # seconds: clients give up their idle connections sooner, so that none is closed while it is taken up again
 )
 LAST_BYTES = 5  # seconds: for streams that have ended, or were stopped, and are still being read
+SWITCHING = 0.0005  # seconds
 MOURNING = (
     5.0  # seconds that a server whose engine died says so before it ends: those who watch it look every few seconds
 )
@@ -157,6 +159,13 @@ def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MO
         timeout_keep_alive=KEEP_ALIVE,
         h11_max_incomplete_event_size=64 * 1024,  # of headers
     )
-    Server(config, service, drain, mourning).run(sockets=[listener])
+    # Python's 5 ms is how long the event loop waits for its turn while the engine's thread computes in Python, several
+    # times between a request's arrival and its place in the line.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(float(os.environ.get("HSI", SWITCHING)))
+    try:
+        Server(config, service, drain, mourning).run(sockets=[listener])
+    finally:
+        sys.setswitchinterval(before)
     if service.failure is not None:
         raise EngineStopped(f"the engine died of {type(service.failure).__name__}: {service.failure}")
