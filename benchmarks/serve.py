@@ -3,9 +3,9 @@
     python benchmarks/serve.py --turns 5            # the embedded pair, 8 clients, each as soon as its last is answered
     python benchmarks/serve.py --quick              # a tiny model, one turn
 
-Clients are light (raw sockets, kept connections), in this process, with processor seconds of their own; so they take
-from the two cores that the engine computes on, and their share is told beside the figures. A turn's prompts are new, so
-that no row is warm. First tokens: with all clients at once, and one after another.
+Clients are light (raw sockets, kept connections, answers hardly looked at), in this process, with processor seconds of
+their own: they take from the two cores that the engine computes on, and their share is told beside the figures. A
+turn's prompts are new, so that no row is warm. First tokens: with all clients at once, and one after another.
 
 Knows: what is compared. Does not know: how anything is served.
 """
@@ -13,12 +13,16 @@ Knows: what is compared. Does not know: how anything is served.
 from __future__ import annotations
 
 import argparse
-import asyncio
+import json
+import re
+import selectors
+import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from common import RESULTS, Report, geometric_mean, log, median, prompts
-from serve_common import Answer, Client, Served
+from serve_common import Served, head
 
 WAYS = ("own", "stream", "whole")
 
@@ -28,33 +32,60 @@ def conversations(number: int, turn: str) -> list[Any]:
     return [[{"role": "user", "content": f"({turn}-{i}) {texts[i % len(texts)]}"}] for i in range(number)]
 
 
-async def by_http(port: int, words: list[Any], clients: int, tokens: int, *, stream: bool) -> dict[str, Any]:
-    clock, left = asyncio.get_running_loop().time, iter(words)
+class Connection:
+    """A client that costs little: one kept socket, whose answers are looked at no further than is needed."""
+
+    def __init__(self, port: int, bodies: Iterator[bytes]) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.firsts: list[float] = []  # seconds to the first text of each answer that was streamed
+        self._bodies = bodies
+
+    def ask(self) -> bool:
+        """The next request; False if there is none left."""
+        body = next(self._bodies, None)
+        if body is None:
+            self.socket.close()
+            return False
+        self._got, self._first, self._asked = bytearray(), False, time.perf_counter()
+        self.socket.sendall(head("/v1/chat/completions", body, close=False) + body)
+        return True
+
+    def read(self) -> bool:
+        """What came; True at the end of an answer."""
+        now, part = time.perf_counter(), self.socket.recv(1 << 16)
+        self._got += part
+        if not part or not self._got.startswith(b"HTTP/1.1 200"[: len(self._got)]):
+            raise RuntimeError(f"not an answer: {bytes(self._got[:300])!r}")
+        if not self._first and self._got.count(b"data: ") >= 2:  # the first one only says who speaks
+            self._first = True
+            self.firsts.append(now - self._asked)
+        if self._got.endswith(b"0\r\n\r\n"):
+            return b"[DONE]" in self._got
+        start, _, whole = self._got.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", start) if len(self._got) < 4096 or not self._first else None
+        return length is not None and len(whole) == int(length[1])
+
+
+def by_http(port: int, words: list[Any], clients: int, tokens: int, *, stream: bool) -> dict[str, Any]:
     body = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
-    found: list[tuple[float, Answer]] = []
-
-    async def client() -> None:
-        connection = Client(port)
-        for messages in left:
-            asked = clock()
-            found.append((asked, await connection.post("/v1/chat/completions", body | {"messages": messages})))
-        connection.close()
-
-    started, cpu = clock(), time.process_time()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    seconds, cpu = clock() - started, time.process_time() - cpu
-    for _, answer in found:
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status}: {answer.body[:200]!r}")
-    firsts = [_first(asked, answer) for asked, answer in found] if stream else []
+    bodies = iter([json.dumps(body | {"messages": messages}).encode() for messages in words])
+    connections = [Connection(port, bodies) for _ in range(clients)]
+    started, cpu = time.perf_counter(), time.process_time()
+    with selectors.DefaultSelector() as waiting:
+        for connection in connections:
+            if connection.ask():
+                waiting.register(connection.socket, selectors.EVENT_READ, connection)
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                if key.data.read():
+                    waiting.unregister(key.fileobj)
+                    if key.data.ask():
+                        waiting.register(key.fileobj, selectors.EVENT_READ, key.data)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    firsts = [first for connection in connections for first in connection.firsts]
+    if stream and len(firsts) != len(words):
+        raise RuntimeError(f"{len(words)} streams were asked for, {len(firsts)} came")
     return {"seconds": seconds, "tokens": len(words) * tokens, "first_seconds": firsts, "client_cpu_seconds": cpu}
-
-
-def _first(asked: float, answer: Answer) -> float:
-    """When the first text came: the second event, behind the one that only says who speaks."""
-    if len(answer.times) < 3:
-        raise RuntimeError(f"a stream of {len(answer.times)} parts")
-    return answer.times[1] - asked
 
 
 def turn(served: Served, way: str, words: list[Any], clients: int, tokens: int) -> dict[str, Any]:
@@ -62,7 +93,7 @@ def turn(served: Served, way: str, words: list[Any], clients: int, tokens: int) 
     if way == "own":
         found: dict[str, Any] = served.do("own", conversations=words, clients=clients, tokens=tokens)
     else:
-        found = asyncio.run(by_http(served.port, words, clients, tokens, stream=way == "stream"))
+        found = by_http(served.port, words, clients, tokens, stream=way == "stream")
     cpu, loop = (after - start for after, start in zip(served.cpu(), before, strict=True))
     rate = found["tokens"] / found["seconds"]
     return found | {"tokens_per_second": rate, "cpu_seconds": cpu, "event_loop_cpu_seconds": loop}

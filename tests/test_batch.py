@@ -296,9 +296,13 @@ def test_ctrl_c_keeps_what_is_done(
         if len(self.done) == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(batch_files.Records, "add", then_stops)
-        assert job(asked, out) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in a shell's background ignore it
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(batch_files.Records, "add", then_stops)
+            assert job(asked, out) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     told = capsys.readouterr().err
     assert "of 24 requests are answered; the same command goes on from here" in told
     assert 5 <= len(records(out)) < 24

@@ -100,6 +100,30 @@ def test_a_request_that_says_twice_how_long_it_is_ends_its_connection(server: Se
     assert found.count(b"HTTP/1.1") == 1
 
 
+def test_streams_behind_each_other_and_for_old_clients(server: Server) -> None:
+    """In chunks, which end so that the next answer can follow; as they are for one who does not know chunks."""
+    ask = json.dumps({"prompt": "one", "max_tokens": 12, "temperature": 0, "stream": True}).encode()
+    request, close = head(TEXT, ask), b"Connection: close\r\n\r\n"
+    last = request.removesuffix(b"\r\n") + close
+    with server.connect() as kept:
+        kept.sendall(request + ask + last + ask)
+        first, second, end = read_all(kept).split(b"\r\n0\r\n\r\n")
+    with server.connect() as old:
+        old.sendall(request.replace(b"HTTP/1.1", b"HTTP/1.0") + ask)
+        start, _, body = read_all(old).partition(b"\r\n\r\n")
+    assert (end, b"chunked" in first, b"chunked" in start.lower()) == (b"", True, False)
+    texts = {
+        "".join(part["choices"][0]["text"] for part in found[:-1])
+        for found in (
+            events(first + b"\r\n"),
+            events(second + b"\r\n"),
+            events(b"\r\n\r\n%x\r\n%b\r\n" % (len(body), body)),
+        )
+    }
+    own = server.llm.generate("one", SamplingParams(temperature=0, max_tokens=12)).text
+    assert texts == {own}
+
+
 def test_who_waits_for_an_answer_is_not_cut(server: Server) -> None:
     with server.held():
         connections = [server.send(TEXT, {"prompt": "one", "stream": stream}) for stream in (True, False)]

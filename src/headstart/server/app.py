@@ -7,7 +7,6 @@ or the shapes of what is sent (``schemas``, ``answers``).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
@@ -32,6 +30,7 @@ from .metrics import Metrics
 from .openapi import document
 from .reading import Route
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
+from .streams import DONE, Events, event
 
 __all__ = ["Settings", "create_app"]
 
@@ -137,7 +136,7 @@ class _Service:
         readers = await call.submit(self._llm)
         if call.stream:
             events = self._events(call, readers)
-            return EventSourceResponse(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+            return Events(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         found = await _unless_gone(request, call.whole(readers))
         return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody reads it
 
@@ -146,13 +145,13 @@ class _Service:
         try:
             async with aclosing(call.chunks(readers)) as chunks:
                 async for chunk in chunks:
-                    yield _event(chunk)
-            yield format_sse_event(data_str="[DONE]")
+                    yield event(chunk)
+            yield DONE
         except Exception as error:
             said = errors.described(error)
             if said.status >= 500:
                 log.exception("a stream failed")
-            yield _event(errors.body(said.status, said.message, said.field, said.code))
+            yield event(errors.body(said.status, said.message, said.field, said.code))
 
     # -- models and tokens
 
@@ -225,10 +224,3 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
         for each in (task, left):
             each.cancel()
         await asyncio.gather(task, left, return_exceptions=True)
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: ``json.dumps`` makes one a call
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return format_sse_event(data_str=_encode(value))

@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Protocol
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ..errors import EngineStopped
+from .streams import DIRECT
 
 __all__ = ["Connection", "Draining", "Server", "run"]
 
@@ -74,6 +75,11 @@ class Connection(H11Protocol):
         else:
             self._request.clear()
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None and self.cycle is not None:
+            self.scope[DIRECT] = partial(_write, self.cycle, chunked=self.scope["http_version"] == "1.1")  # type: ignore[literal-required]
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._reading.set()
@@ -86,6 +92,15 @@ class Connection(H11Protocol):
         self._request.clear()
         self._reading.clear()
         super().connection_lost(exc)
+
+
+async def _write(cycle: RequestResponseCycle, data: bytes, *, chunked: bool) -> None:
+    """A part of a response whose length is not known, as ``cycle.send`` writes it: h11 and all that stands between it
+    and the app cost more than what an event is made of."""
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
 
 
 class _Deadline:
@@ -162,7 +177,7 @@ def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MO
     # Python's 5 ms is how long the event loop waits for its turn while the engine's thread computes in Python, several
     # times between a request's arrival and its place in the line.
     before = sys.getswitchinterval()
-    sys.setswitchinterval(float(os.environ.get("HSI", SWITCHING)))
+    sys.setswitchinterval(SWITCHING)
     try:
         Server(config, service, drain, mourning).run(sockets=[listener])
     finally:

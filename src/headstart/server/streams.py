@@ -1,0 +1,41 @@
+"""Server-sent events: how chunks become bytes on their way out.
+
+Knows: how an event is written, and that a connection may take events directly. Does not know: what is in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi.sse import EventSourceResponse, format_sse_event
+from starlette.types import Receive, Scope, Send
+
+__all__ = ["DIRECT", "DONE", "Events", "event"]
+
+DIRECT = "headstart.direct"  # in a request's scope: writes a part of the answer, when its headers are on their way
+DONE = format_sse_event(data_str="[DONE]")
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` would make one a call
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return format_sse_event(data_str=_encode(value))
+
+
+class Events(EventSourceResponse):
+    """A stream of events. Where the connection has ``DIRECT`` (``process``), each goes there: a stream of eight clients
+    costs the event loop half of what it does through every layer that wraps ``send``, on cores that compute."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._direct: Callable[[bytes], Awaitable[None]] | None = scope.get(DIRECT)
+        await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        if self._direct is None:
+            return await super().stream_response(send)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self.body_iterator:
+            await self._direct(part)  # type: ignore[arg-type]
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
