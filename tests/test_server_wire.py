@@ -124,6 +124,17 @@ def test_streams_behind_each_other_and_for_old_clients(server: Server) -> None:
     assert texts == {own}
 
 
+def test_what_is_written_is_sent_at_once(server: Server) -> None:
+    """Nothing waits for the client to acknowledge what came before it."""
+    with server.connect() as client:
+        client.sendall(b"POST ")
+        wait_for(lambda: server.server.server_state.connections)
+        (connection,) = server.server.server_state.connections
+        sending = connection.transport.get_extra_info("socket")
+        assert sending.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    server.settle()
+
+
 def test_who_waits_for_an_answer_is_not_cut(server: Server) -> None:
     with server.held():
         connections = [server.send(TEXT, {"prompt": "one", "stream": stream}) for stream in (True, False)]
