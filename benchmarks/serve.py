@@ -1,6 +1,6 @@
 """What HTTP costs: the same requests through the server and by the engine itself, in one process, in turns.
 
-    python benchmarks/serve.py --turns 5            # the embedded pair, 8 clients, each as soon as its last is answered
+    python benchmarks/serve.py                      # the embedded pair, 8 clients, each as soon as its last is answered
     python benchmarks/serve.py --quick              # a tiny model, one turn
 
 Clients are light (raw sockets, kept connections, answers hardly looked at), in this process, with processor seconds of
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from common import RESULTS, Report, geometric_mean, log, median, prompts
+from common import RESULTS, Report, interval, log, median, prompts
 from serve_common import Served, head
 
 WAYS = ("own", "stream", "whole")
@@ -105,7 +105,9 @@ def compared(turns: dict[str, list[dict[str, Any]]], clients: int) -> dict[str, 
     for way in WAYS:
         rates = [each["tokens_per_second"] for each in turns[way]]
         ratios = [mine / own["tokens_per_second"] for mine, own in zip(rates, turns["own"], strict=True)]
-        found[way] = {"tokens_per_second": median(rates), "over_own": geometric_mean(ratios), "each_over_own": ratios}
+        found[way] = {"tokens_per_second": median(rates), "over_own": median(ratios), "each_over_own": ratios}
+        if len(ratios) > 1:
+            found[way]["interval"] = interval(ratios)
         if way != "own":
             for whose in ("client", "event_loop"):
                 shares = (each[f"{whose}_cpu_seconds"] / each["seconds"] for each in turns[way])
@@ -141,7 +143,7 @@ def main() -> None:
     arguments.add_argument("--clients", type=int, default=8)
     arguments.add_argument("--requests", type=int, default=24, help="in a turn")
     arguments.add_argument("--tokens", type=int, default=48)
-    arguments.add_argument("--turns", type=int, default=5)
+    arguments.add_argument("--turns", type=int, default=15)
     arguments.add_argument("--plain", action="store_true", help="without a draft")
     arguments.add_argument("--quick", action="store_true")
     options = arguments.parse_args()

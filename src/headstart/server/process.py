@@ -10,6 +10,7 @@ A process whose engine died says so for a moment (``/health``), and ends with an
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -182,10 +183,13 @@ def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MO
     # Python's 5 ms is how long the event loop waits for its turn while the engine's thread computes in Python, several
     # times between a request's arrival and its place in the line.
     before = sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no collection looks at it again while somebody waits for a token
     sys.setswitchinterval(SWITCHING)
     try:
         Server(config, service, drain, mourning).run(sockets=[listener])
     finally:
         sys.setswitchinterval(before)
+        gc.unfreeze()
     if service.failure is not None:
         raise EngineStopped(f"the engine died of {type(service.failure).__name__}: {service.failure}")
