@@ -24,6 +24,7 @@ def piped(folder: str, text: str | bytes, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["chat", "-m", folder, "-n", "6", "--seed", "1", *arguments], input=text)
 
 
+@pytest.mark.slow
 def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) -> None:
     """One long talk, because each start takes seconds."""
     saved, cache = tmp_path / "saved.json", tmp_path / "cache"

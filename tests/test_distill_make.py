@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from headstart import LLM, InvalidParameter, SamplingParams
 from headstart.cli.main import app
 from headstart.distill.card import draw_curve
-from headstart.distill.data import DataSettings
+from headstart.distill.data import DataSettings, make_data
 from headstart.distill.make import DistillSettings, distill
 from headstart.distill.train import Mark, TrainSettings
 from headstart.machine.load.loading import load
@@ -56,6 +56,14 @@ def settings(kind: str, steps: int = 60) -> DistillSettings:
     )
 
 
+@pytest.fixture(scope="module")
+def text(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's own text, made once for several drafts."""
+    folder = tmp_path_factory.mktemp("text")
+    make_data(load(target), folder / "training" / "data", settings("head").data)
+    return folder
+
+
 class Told:
     """Hears how it goes."""
 
@@ -73,9 +81,14 @@ class Told:
         self.steps = max(self.steps, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "model"])
-def test_a_draft_is_made_served_and_described(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_draft_is_made_served_and_described(
+    kind: str, target: PreTrainedModel, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     told = Told()
+    if kind == "model":
+        shutil.copytree(request.getfixturevalue("text"), tmp_path, dirs_exist_ok=True)
     before, after = distill(load(target), tmp_path, settings(kind), told, name="tiny", command="headstart distill ...")
     assert told.stages == ["text", "the untrained draft, for comparison", "training", "proof"]
     assert told.steps == 60
@@ -113,7 +126,10 @@ def test_a_draft_is_made_served_and_described(kind: str, target: PreTrainedModel
         assert tuple(out[0, 3:].tolist()) == plain.generate(prompt, GREEDY).token_ids
 
 
-def test_a_narrow_model_directory_loads_in_plain_transformers(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_narrow_model_directory_loads_in_plain_transformers(
+    target: PreTrainedModel, text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(text, tmp_path, dirs_exist_ok=True)
     narrow = replace(settings("model", 100), layers=2, width=24, ffn=None)
     before, after = distill(load(target), tmp_path, narrow, Told())
     assert after.tau_greedy > before.tau_greedy + 0.2
@@ -128,9 +144,10 @@ def test_a_narrow_model_directory_loads_in_plain_transformers(target: PreTrained
         distill(load(target), tmp_path / "odd", replace(settings("model"), width=30), Told())
 
 
-def test_a_crash_between_the_stages_costs_nothing(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_crash_between_the_stages_costs_nothing(target: PreTrainedModel, text: Path, tmp_path: Path) -> None:
     """The proof blows up after training; the second call finds everything done and gives the same draft."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
+    shutil.copytree(text, whole)
     distill(load(target), whole, settings("head", 20), Told())
     shutil.copytree(whole / "training", cut / "training")
     shutil.rmtree(cut / "training" / "checkpoint")

@@ -120,6 +120,17 @@ def plain() -> LLM:
     return LLM(tiny_model("llama"), None, max_model_len=96, check=False)
 
 
+_ANSWERED: dict[tuple[LLM, str], list[Completion]] = {}  # of this process, by what was asked for
+
+
+def answered(plain: LLM, params: list[SamplingParams]) -> list[Completion]:
+    """What each of ``PROMPTS`` is answered when it is alone; worked out once for all tests."""
+    key = (plain, repr(params))
+    if key not in _ANSWERED:
+        _ANSWERED[key] = [plain.generate(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    return _ANSWERED[key]
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -132,7 +143,7 @@ def test_the_same_tokens_as_plain_decoding(
         SamplingParams(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, verification="coupled")
         for i in range(5)
     ]
-    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    expected = [c.token_ids for c in answered(plain, params)]
     made = engine(gamma, rows, overlap=overlap)
     played = watch(made)
     assert run(made, params) == expected
@@ -142,7 +153,7 @@ def test_the_same_tokens_as_plain_decoding(
 
 def test_without_a_draft(plain: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=9 + 5 * i) for i in range(5)]
-    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    expected = [c.token_ids for c in answered(plain, params)]
     assert run(engine(1, 3, draft=False), params) == expected
 
 
@@ -159,7 +170,7 @@ EVERYTHING = [
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_everything_a_request_can_ask_for(plain: LLM, gamma: int, rows: int) -> None:
     """Penalties, bias, min_tokens, log-probabilities and switched-off speculation, all in the same rounds."""
-    expected = [plain.generate(p, s) for p, s in zip(PROMPTS, EVERYTHING, strict=True)]
+    expected = answered(plain, EVERYTHING)
     made = engine(gamma, rows)
     played = watch(made)
     found = complete(made, EVERYTHING)
@@ -178,7 +189,7 @@ def test_rows_that_are_idle_keep_what_they_hold(plain: LLM) -> None:
     made = engine(3, 8)
     made.config = replace(made.config, prefill_chunk=2)  # prompts come in slowly, while the others decode
     played = watch(made)
-    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    expected = [c.token_ids for c in answered(plain, params)]
     assert run(made, params) == expected
     assert {shape.rows for shape in played} >= {1, 2, 4, 8}
     assert run(made, params) == expected  # from warm rows, which were idle passengers before
@@ -189,7 +200,7 @@ def test_any_model_that_the_slab_serves(architecture: str) -> None:
     """Windows, chunks and learned positions, told by lengths on the device."""
     params = [SamplingParams(temperature=0, max_tokens=9 + 5 * i, ignore_eos=True) for i in range(5)]
     plain = LLM(tiny_model(architecture), None, max_model_len=96, check=False)
-    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    expected = [c.token_ids for c in answered(plain, params)]
     assert run(engine(3, 4, architecture=architecture), params) == expected
 
 
@@ -234,7 +245,7 @@ def test_drafts_from_the_host(plain: LLM) -> None:
     rounds.warm_up()
     played = watch(made)
     params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 4 + EVERYTHING[-1:]
-    expected = [plain.generate(p, s).token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    expected = [c.token_ids for c in answered(plain, params)]
     assert run(made, params) == expected
     assert made.stats.accepted > 5, "a guess is taken up a round late"
     assert {shape.gamma for shape in played} == {0, 2, 5}

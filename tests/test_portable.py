@@ -77,6 +77,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_generation_the_command_line_and_every_module_need_nothing_of_posix(tmp_path: Path) -> None:
     """In one process, because torch and transformers take seconds to import."""
     names = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in SOURCE.rglob("*.py")]

@@ -133,14 +133,19 @@ def test_at_the_bounds_answers_are_whole_and_right(kind: str) -> None:
         pytest.skip(str(build.why_not()))
     llm = served(kind)
     usual: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True, "seed": 2**64 - 1, "logprobs": 1}
-    for rule, settings in product(("token", "block", "coupled"), ONE + CORNERS):
-        params = SamplingParams(**usual, **settings, verification=rule)  # type: ignore[arg-type]
-        answers = llm.generate([[3, 7, 12, 3, 7], [5]], params)
-        assert [a.error for a in answers] == [None, None], (rule, settings)
-        assert [len(a.token_ids) for a in answers] == [9, 9], (rule, settings)
-        if params.temperature == 1e-30:
-            greedy = llm.generate([[3, 7, 12, 3, 7], [5]], dataclasses.replace(params, temperature=0))
-            assert [a.token_ids for a in answers] == [a.token_ids for a in greedy], (rule, settings)
+    asked = [
+        (prompt, SamplingParams(**usual, **settings, verification=rule))  # type: ignore[arg-type]
+        for rule, settings, prompt in product(("token", "block", "coupled"), ONE + CORNERS, ([3, 7, 12, 3, 7], [5]))
+    ]
+    prompts, params = [prompt for prompt, _ in asked], [each for _, each in asked]
+    answers = llm.generate(prompts, params)
+    for each, answer in zip(params, answers, strict=True):
+        assert answer.error is None, each
+        assert len(answer.token_ids) == 9, each
+    frozen = [i for i, each in enumerate(params) if each.temperature == 1e-30]
+    cold = [dataclasses.replace(params[i], temperature=0) for i in frozen]
+    for i, greedy in zip(frozen, llm.generate([prompts[i] for i in frozen], cold), strict=True):
+        assert answers[i].token_ids == greedy.token_ids, params[i]
     assert llm.stats.accepted > 0
     assert llm.stats.failed == 0
 
