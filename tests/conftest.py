@@ -17,16 +17,14 @@ from headstart.testing import tiny_model, tiny_tokenizer
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if (
-        worker
-    ):  # on an empty cache all of them would wait for the one that compiles: each begins with kernels of its own
+    # On an empty cache all workers would wait for the one that compiles, so each begins with kernels of its own.
+    if worker:
         build.why_not([*build.ISAS][int(worker.removeprefix("gw")) % len(build.ISAS)])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: "slow" not in item.keywords
-    )  # long ones first: none is left over for one worker at last
+    # Long ones first, so that none is left for one worker at the end while the other idles.
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
