@@ -111,3 +111,19 @@ def test_costs_stay_numbers_on_a_noisy_machine() -> None:
             drafts.scale(1 / by)
     assert 1 / Costs.FAR < costs.level < Costs.FAR
     assert all(0.02 < seconds < 50 for _, seconds, _ in costs.table(1)[:2])
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.2])
+def test_what_is_not_measured_does_not_drift_on_a_noisy_machine(noise: float) -> None:
+    """Plain rounds go on for long; what a wider one costs is still known. Else drafting would never pay again."""
+    chance, costs = random.Random(7), Costs()
+    for _ in range(4):
+        costs.add(1, 2, 1.5)
+    found = []
+    for number in range(3000):
+        costs.add(1, 1, chance.lognormvariate(0, noise))
+        costs.settle()
+        if number > 50:
+            found.append(costs.table(1)[1][1] / costs.table(1)[0][1])
+    assert min(found) >= 1
+    assert max(found) < 4

@@ -78,10 +78,11 @@ class Costs:
     UNSEEN = 0.93  # what a width that was never measured may cost of what its neighbours say: so it is tried
 
     FURTHEST = 4.0  # times faster or slower that the machine may seem to be at once
-    FOLLOWED, STEADY = (
+    FOLLOWED, LARGE = (
         7,
-        0.08,
-    )  # the machine's speed changed where the middle of so many rounds is off by more than this
+        0.25,
+    )  # the machine's speed changed where two thirds of so many rounds are off by more than this
+    STEADY = 0.08  # or twice as many by more than this
     MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
@@ -92,7 +93,7 @@ class Costs:
         self._measured = measured
         self._wider: dict[int, float] = {}  # by rows: what a token more a row costs by it, in plain rounds
         self._cells: dict[int, dict[int, _Cell]] = {}
-        self._ratios: deque[tuple[float, int]] = deque(maxlen=self.FOLLOWED)  # to what was expected, and the width
+        self._ratios: deque[tuple[float, int]] = deque(maxlen=2 * self.FOLLOWED)  # to what was expected, and the width
         self._switches: deque[float] = deque([0.0], maxlen=7)
         self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
         self._read: tuple[int, float] | None = None  # tokens and seconds of the forward that read prompts fastest
@@ -111,28 +112,32 @@ class Costs:
                 self._switches.append(min(seconds / self.level - cell.value, cell.value))
                 cell.last = self._clock
                 return
-            self._follow(seconds / self.level / cell.value, cells, width)
+            self._follow(seconds / self.level / median(cell.seen), cells, width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
         for wide, old in cells.items():
             if wide > 1 and old.last < self._clock - LIFETIME:
                 old.doubt()
 
     def _follow(self, ratio: float, cells: dict[int, _Cell], width: int) -> None:
-        """Most of the last rounds took longer than they used to, or less long: so does everything now."""
+        """Most of the last rounds took longer than they used to, or less long: so does everything now. On a noisy
+        machine some always do, and what is not measured meanwhile would drift away: so a small change is looked at for
+        longer than a large one."""
         self._ratios.append((ratio, width))
-        middle = median(r for r, _ in self._ratios)
-        if len(self._ratios) == self.FOLLOWED and abs(middle - 1) > self.STEADY:
-            middle = min(max(middle, 1 / self.FURTHEST), self.FURTHEST)
-            self.level *= middle
-            for each, times in Counter(w for _, w in self._ratios).items():
-                if each in cells:
-                    cells[each].scale(times, 1 / middle)
-            self._ratios.clear()
+        for last, change in ((self.FOLLOWED, self.LARGE), (2 * self.FOLLOWED, self.STEADY)):
+            recent = list(self._ratios)[-last:]
+            ordered = sorted(ratio for ratio, _ in recent)
+            if len(recent) == last and (ordered[last // 3] > 1 + change or ordered[-1 - last // 3] < 1 / (1 + change)):
+                middle = min(max(median(ordered), 1 / self.FURTHEST), self.FURTHEST)
+                self.level *= middle
+                for each, times in Counter(w for _, w in recent).items():
+                    if each in cells:
+                        cells[each].scale(times, 1 / middle)
+                self._ratios.clear()
+                return
 
     def settle(self) -> float:
-        """Where the level has gone far, take it into the measurements. Values are low ones and the level follows the
-        middle, so on a noisy machine it only ever grows, and after an hour there was no such number. What is kept
-        elsewhere relative to the level is to be multiplied by what comes back."""
+        """Where the level has gone far, take it into the measurements. What is kept elsewhere relative to the level
+        must be multiplied by what comes back."""
         if 1 / self.FAR < self.level < self.FAR:
             return 1.0
         by, self.level = self.level, 1.0
