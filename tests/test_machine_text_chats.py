@@ -39,7 +39,9 @@ from headstart.machine.text import TextCodec
         [{"role": "user", "content": [{"type": "text", "text": "a\ud800"}]}],
         [{"role": "user", "content": {"type": "text", "text": "a"}}],
         [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}],
-        [{"role": "tool", "content": "4", "tool_call_id": "x"}],
+        [{"role": "tool", "content": "4", "tool_call_id": 5}],
+        [{"role": "user", "content": "4", "tool_call_id": "x"}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "\ud800"}}}]}],
     ],
 )
 def test_bad_messages_are_refused(messages: Any) -> None:
@@ -55,7 +57,7 @@ def test_bad_messages_are_refused(messages: Any) -> None:
         ({"role": "user", "content": ["hello"]}, "parts like {'type': 'text', 'text': ...}, not 'hello' (message 1)"),
         (
             {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]},
-            "write it as text in the content (message 1)",
+            "a JSON object}}, not {'id': 'x'} (message 1)",
         ),
         ({"role": "user", "content": None}, "need a content (message 1)"),
         ({"content": "hello", "weight": 0}, "not 'weight' (message 1)"),

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
 from server_tools import WORDS, Server  # noqa: E402
+from tool_templates import TOOLS  # noqa: E402
 
 from headstart import InvalidParameter, SamplingParams  # noqa: E402
 from headstart.cli.serve import bound  # noqa: E402
@@ -107,7 +108,16 @@ def test_completions_of_several_prompts(server: Server, client: Any) -> None:
         ({"messages": WORDS, "n": 1000}, "n", "at most 64"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "must be 'system'"),
-        ({"messages": WORDS, "tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        ({"messages": WORDS, "tools": [{"type": "function"}]}, "tools.0.function", "is required"),
+        ({"messages": WORDS, "tools": TOOLS}, "tools", "no place for tools"),
+        ({"messages": WORDS, "tools": {}}, "tools", "must be a list of objects such as"),
+        ({"messages": WORDS, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"messages": WORDS, "tool_choice": "any"}, "tool_choice", '"required", or an object such as'),
+        (
+            {"messages": WORDS, "response_format": {"type": "xml"}},
+            "response_format.type",
+            "must be 'text', 'json_object'",
+        ),
         ({"messages": WORDS, "store": True}, "store", "only false is supported"),
         ({"messages": WORDS, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"messages": WORDS, "stream_options": {"include_usage": True}}, "stream_options", "streams"),

@@ -137,7 +137,7 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"max_tokens": -1}, "max_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"structural_tag": {}}, "structural_tag"),
     ],
 )
 def test_what_cannot_be_met_is_a_400_that_names_the_field(server: Server, body: Any, field: str) -> None:

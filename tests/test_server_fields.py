@@ -147,6 +147,7 @@ def test_a_prediction_is_counted(server: Server) -> None:
     assert plain["usage"]["completion_tokens_details"] == {
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
+        "reasoning_tokens": 0,
     }
     rounds: list[Any] = []
     for more in ({}, {"n": 2, "logprobs": 2}, {"presence_penalty": 1.5}, {"temperature": 0.8, "seed": 1}):
@@ -159,6 +160,7 @@ def test_a_prediction_is_counted(server: Server) -> None:
             assert found["usage"]["completion_tokens_details"] == {
                 "accepted_prediction_tokens": sum(r.accepted for r in copied),
                 "rejected_prediction_tokens": sum(r.drafted - r.accepted for r in copied),
+                "reasoning_tokens": 0,
             }
             assert found["choices"] == asked(server, **body | more | {"speculate": False})["choices"]
             if not more:

@@ -68,7 +68,7 @@ def said(read: Reading, text: str, thinking: Thinking | None = None) -> tuple[st
 
 @pytest.mark.parametrize("thinking", THOUGHTS)
 @pytest.mark.parametrize("kind", READINGS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS, data=st.data())
 def test_pieces_say_what_the_whole_says(kind: str, thinking: Thinking | None, text: str, data: st.DataObject) -> None:
     read = READINGS[kind]
@@ -95,7 +95,7 @@ def test_every_way_to_cut_a_reply_in_three(kind: str) -> None:
     whole = parsed(read, text)
     assert [part.text for part in whole if part.kind == "call"] == ["add", "look_up"]
     for a in range(len(text) + 1):
-        for b in range(a, len(text) + 1, 7):
+        for b in range(a, len(text) + 1, 13):
             assert parsed(read, text[:a], text[a:b], text[b:]) == whole
 
 

@@ -179,7 +179,8 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Answer one conversation (a list of {"role", "content"}), or several together.
 
-        A message may have a ``name``, and a content that is a list of text parts. The rest as in ``generate``.
+        A message may have a ``name``, and a content that is a list of text parts; the model's own also ``tool_calls``
+        and ``reasoning_content``, a tool's a ``tool_call_id``. The rest as in ``generate``.
         """
         many, single = read_conversations(messages)
         settings = settings_of(params, sampling_params)

@@ -29,6 +29,7 @@ from .types import Completion, Piece, Request, SamplingParams
 __all__ = ["AsyncLLM"]
 
 TOKENIZING = 4  # threads: a prompt takes milliseconds
+SHAPING = 8  # threads for requests whose answers have a shape, which is compiled first: that can take seconds
 LONG = 2**17  # characters, from which on it may take longer than anybody should wait for a thread
 
 
@@ -43,6 +44,7 @@ class AsyncLLM:
         self._inbox = llm.inbox()
         self._threads = ThreadPoolExecutor(TOKENIZING, thread_name_prefix="headstart-tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="headstart-tokenize-long")
+        self._shaping = ThreadPoolExecutor(SHAPING, thread_name_prefix="headstart-shape")
         self._line = Places(llm.engine)
 
     @classmethod
@@ -121,7 +123,7 @@ class AsyncLLM:
         make = partial(self.llm.request, prompt, params, id=id, prediction=prediction)
         loop = asyncio.get_running_loop()
         try:
-            made = loop.run_in_executor(self._threads if _length(prompt) < LONG else self._long, make)
+            made = loop.run_in_executor(self._threads_for(prompt, params), make)
         except RuntimeError:  # its threads are gone
             raise EngineStopped("this AsyncLLM is closed") from None
         return await made
@@ -148,7 +150,7 @@ class AsyncLLM:
     async def close(self, drain: float | None = None) -> None:
         """Take nothing in any more and wait for what runs; what still runs after ``drain`` seconds is aborted."""
         await asyncio.to_thread(self._inbox.close, drain)
-        for threads in (self._threads, self._long):
+        for threads in (self._threads, self._long, self._shaping):
             threads.shutdown(wait=False)
         self._line.close()
 
@@ -159,6 +161,12 @@ class AsyncLLM:
         await self.close(None if kind is None else 0)
 
     # -- inside
+
+    def _threads_for(self, prompt: Any, params: SamplingParams | None) -> ThreadPoolExecutor:
+        """What may take long has threads of its own, so that nothing else waits for it."""
+        if params is not None and params.structured is not None:
+            return self._shaping
+        return self._threads if _length(prompt) < LONG else self._long
 
     async def _answers(self, what: str, asked: Sequence[Any], alone: bool, params: Any, prediction: Any) -> Any:
         each = one_each("params", settings_of(params, None), SamplingParams, len(asked))

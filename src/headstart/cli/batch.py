@@ -18,7 +18,7 @@ from ..progress import Tell, telling
 from .batch_files import Line, Questions, Records, check_apart, fingerprint
 from .options import ModelOptions, section
 from .screen import note, what_runs
-from .serve import served_name
+from .serve import FORMAT_HELP, check_tool_format, served_name
 
 __all__ = ["batch"]
 
@@ -46,6 +46,7 @@ def batch(
     ] = None,
     max_rows: Annotated[int, _job("--max-rows", of="N", help="Requests that are computed together.")] = 8,
     statistics: Annotated[bool, _job("--statistics", help="What speculation did, in every answer.")] = False,
+    tool_format: Annotated[str, _job("--tool-format", of="FORMAT", help=FORMAT_HELP)] = "auto",
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -55,6 +56,8 @@ def batch(
     for package in ("fastapi", "pydantic"):
         if find_spec(package) is None:
             raise MissingExtra(package, "serve")
+    check_tool_format(tool_format)
+    answering = {"statistics": statistics, "tools": tool_format}
     known = fingerprint(model.model, model.revision, model.dtype, model.quantization)
     with closing(Questions(input, known)) as questions:
         check_apart(input, output)
@@ -62,7 +65,7 @@ def batch(
             left = [line for line in questions.lines if line.id not in records.done]
             if left:
                 llm = model.open(rows=max_rows)
-                _answer(llm, questions, left, records, served_name(served_model_name, model), statistics=statistics)
+                _answer(llm, questions, left, records, served_name(served_model_name, model), answering)
     total, failed = len(questions.lines), records.failed
     note(f"  {total - failed} of {total} requests succeeded" + (f", {failed} failed: see {output}" if failed else ""))
     if failed:
@@ -71,11 +74,14 @@ def batch(
         raise typer.Exit(SOME_FAILED)
 
 
-def _answer(llm: Any, questions: Questions, left: list[Line], records: Records, name: str, *, statistics: bool) -> None:
+def _answer(
+    llm: Any, questions: Questions, left: list[Line], records: Records, name: str, answering: dict[str, Any]
+) -> None:
+    """``answering``: how, as ``Batches`` takes it."""
     total, begun = len(questions.lines), llm.stats.tokens
     try:
         with telling(None) as tell:
-            asyncio.run(_run(llm, questions, left, records, name, tell, statistics=statistics))
+            asyncio.run(_run(llm, questions, left, records, name, tell, answering))
     except BaseException:
         note(f"  {len(records.done)} of {total} requests are answered; the same command goes on from here")
         raise
@@ -84,7 +90,7 @@ def _answer(llm: Any, questions: Questions, left: list[Line], records: Records, 
 
 
 async def _run(
-    llm: Any, questions: Questions, left: list[Line], records: Records, name: str, tell: Tell, *, statistics: bool
+    llm: Any, questions: Questions, left: list[Line], records: Records, name: str, tell: Tell, answering: dict[str, Any]
 ) -> None:
     from ..async_api import AsyncLLM
     from ..server.batches import Batches
@@ -94,7 +100,7 @@ async def _run(
         tell(f"{len(records.done)} of {len(questions.lines)} answered{failed}")
 
     async with AsyncLLM(llm) as served:
-        found = Batches(served, name, statistics=statistics).answers(
+        found = Batches(served, name, **answering).answers(
             left, questions.read, together=_AHEAD * llm.config.engine.max_rows
         )
         told()

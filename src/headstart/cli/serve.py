@@ -16,11 +16,15 @@ from ..errors import InvalidParameter, MissingExtra
 from .options import ModelOptions, section
 from .screen import note, what_runs
 
-__all__ = ["bound", "serve", "served_name"]
+__all__ = ["FORMAT_HELP", "bound", "check_tool_format", "serve", "served_name"]
 
 _serving = section("Serving")
 KEY = "HEADSTART_API_KEY"
 _EVERYWHERE = ("0.0.0.0", "::")  # every address of the machine: not what anybody calls it
+
+
+_FORMATS = ("auto", "hermes", "llama3", "mistral")
+FORMAT_HELP = f"How the model writes tool calls: {', '.join(_FORMATS[1:])}, or auto (found in its chat template)."
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class ServerOptions:
         float, _serving("--drain", of="SECONDS", help="Time that requests have to end when the server is stopped.")
     ] = 30.0
     statistics: Annotated[bool, _serving("--statistics", help="What speculation did, in every answer.")] = False
+    tool_format: Annotated[str, _serving("--tool-format", of="FORMAT", help=FORMAT_HELP)] = "auto"
 
 
 def serve(*, model: ModelOptions, server: ServerOptions) -> None:
@@ -86,6 +91,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
         raise InvalidParameter("max_body", f"must be at least 1, not {server.max_body}")
     if not 0 <= server.drain < 1e6:
         raise InvalidParameter("drain", f"must be seconds, 0 or more, not {server.drain:g}")
+    check_tool_format(server.tool_format)
     key, listener = _key(server.api_key_file), bound(server.host, server.port)
     llm = model.open(rows=server.max_rows, max_waiting=server.max_waiting)
     from ..async_api import AsyncLLM
@@ -102,6 +108,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
         max_body=server.max_body * 2**20,
         statistics=server.statistics,
         drain=server.drain,
+        tool_format=server.tool_format,
     )
     note(what_runs(llm))
     host = f"[{server.host}]" if ":" in server.host else server.host
@@ -111,6 +118,11 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
         names = ", ".join(Settings.allowed_hosts)
         note(f"  answers only to the names {names}: add this machine's by --allowed-host NAME")
     run(create_app(AsyncLLM(llm), settings), listener, drain=server.drain)
+
+
+def check_tool_format(given: str) -> None:
+    if given not in _FORMATS:
+        raise InvalidParameter("tool_format", f"must be one of {', '.join(_FORMATS)}, not {given!r}")
 
 
 def served_name(given: str | None, model: ModelOptions) -> str:

@@ -1,11 +1,13 @@
-"""What a conversation is made of: messages with a role, a content and perhaps a name.
+"""What a conversation is made of: messages with a role, a content, and perhaps a name, thoughts or tool calls.
 
-Knows: which forms of a message are taken, and what each comes to: plain text. Does not know: templates, tokenizers.
+Knows: which forms of a message are taken, and what each comes to: plain text, and calls as chat templates want them.
+Does not know: templates, tokenizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -15,6 +17,7 @@ __all__ = ["ROLES", "check_text", "read_messages"]
 
 ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
+_OF_ROLE = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 _FORM = "a list of {'role': ..., 'content': ...}"
 
 
@@ -28,10 +31,12 @@ def check_text(field: str, text: object) -> None:
         raise InvalidParameter(field, f"holds a lone surrogate at character {error.start}") from None
 
 
-def read_messages(messages: object) -> list[dict[str, str]]:
-    """Each message as a role, a content and, where it was given, a name, all of them text.
+def read_messages(messages: object) -> list[dict[str, Any]]:
+    """Each message as a role, a content and, where they were given, a name, a ``tool_call_id`` and
+    ``reasoning_content``, all of them text, and ``tool_calls``, whose arguments are objects.
 
-    A content may be a list of text parts, as in OpenAI's interface; they are joined by line breaks, as vLLM does.
+    A content may be a list of text parts, as in OpenAI's interface; they are joined by line breaks, as vLLM does. One
+    that calls tools may do without.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidParameter("messages", f"must be {_FORM}, not {shown(messages)}")
@@ -47,24 +52,59 @@ def read_messages(messages: object) -> list[dict[str, str]]:
     return found
 
 
-def _read(message: object) -> dict[str, str]:
+def _read(message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidParameter("messages", f"must be {_FORM}, not of {shown(message)}")
     # None or an empty list says the same as a key that is not there: clients send all the keys they know.
     absent = [key for key, value in message.items() if value is None or (isinstance(value, list) and not value)]
     given = {key: value for key, value in message.items() if key not in absent}
-    if "tool_calls" in given or "function_call" in given:
-        raise InvalidParameter("messages", "hold a tool call, which is not supported: write it as text in the content")
-    if unknown := [repr(key) for key in given if key not in _KEYS]:
+    if "function_call" in given:
+        raise InvalidParameter("messages", "hold a function_call, which is not supported: use tool_calls")
+    if unknown := [repr(key) for key in given if key not in _KEYS and key not in _OF_ROLE]:
         raise InvalidParameter("messages", f"take a role, a content and a name, not {', '.join(unknown)}")
+    given = {"content": "", **given} if "tool_calls" in given else given
     if missing := [key for key in ("role", "content") if key not in given]:
         raise InvalidParameter("messages", f"need a {' and a '.join(missing)}")
     if given["role"] not in ROLES:
         raise InvalidParameter("messages", f"take the roles {', '.join(ROLES)}, not {shown(given['role'])}")
+    for key, role in _OF_ROLE.items():
+        if key in given and given["role"] != role:
+            raise InvalidParameter("messages", f"take {key} from the role {role} only")
     found = {**given, "content": _text_of(given["content"])}
-    for text in found.values():
-        check_text("messages", text)
+    if "tool_calls" in given:
+        found["tool_calls"] = [_call(call) for call in given["tool_calls"]]
+    for key, value in found.items():
+        for text in _texts(value) if key == "tool_calls" else [value]:
+            check_text("messages", text)
     return found
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call, its arguments as an object: templates write them out themselves."""
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, RecursionError):
+        form = "{'function': {'name': ..., 'arguments': a JSON object}}"
+        raise InvalidParameter("messages", f"need a tool call such as {form}, not {shown(call)}") from None
+    found = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return {"id": call["id"], **found} if call.get("id") is not None else found
+
+
+def _texts(value: Any) -> Iterator[Any]:
+    """All texts in it, those that name its parts too."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield key
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, str):
+        yield value
 
 
 def _text_of(content: Any) -> Any:

@@ -12,6 +12,7 @@ it loses what it holds when an answer ends, it holds broken bytes back for ever,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -36,8 +37,10 @@ class TextCodec:
         self._tokenizer = tokenizer
         # None for tokenizers that are written in Python
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        added = tokenizer.added_tokens_decoder
+        special = {token for token, each in added.items() if each.special}
         self.special_ids: frozenset[int] = frozenset(special | set(tokenizer.all_special_ids))
+        self._added = {each.content: int(token) for token, each in added.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -85,27 +88,64 @@ class TextCodec:
         """The text of one token by itself, special ones too. Part of a character is a replacement character."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template, that for tools where there are several; None: there is none."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
+        try:
+            return str(self._tokenizer.get_chat_template(tools=[{}]))
+        except ValueError:  # several, and none of them is the default
+            return None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Has the chat template a place for tools?"""
+        return re.search(r"\btools\b", self.template or "") is not None
+
+    def added_id(self, text: str) -> int | None:
+        """The token of that spelling beside the tokenizer's vocabulary proper, special or not, if there is one."""
+        return self._added.get(text)
+
+    def special_id(self, text: str) -> int | None:
+        """The special token of that spelling, if there is one."""
+        token = self._added.get(text)
+        return token if token in self.special_ids else None
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+    ) -> list[int]:
         """Messages through the tokenizer's own chat template, up to where the assistant's answer begins.
-        ``most``: see ``check_length``."""
+        ``tools``: those that the model is told of, as templates want them. ``most``: see ``check_length``."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ModelRefused("this model has no chat template: use generate with a raw prompt instead of chat")
         read = read_messages(messages)
-        marked, found = [], set()
-        for message in read:
-            line = dict(message)
-            for key in message.keys() & {"content", "name"}:  # what somebody wrote; a template may show both
-                own_words = key == "content" and message["role"] == "assistant"
-                line[key], suspects = self._guard.mark(message[key], own_words=own_words)
-                found |= suspects
-            marked.append(line)
+        if any("tool_calls" in message for message in read) and "tool_calls" not in (self.template or "tool_calls"):
+            raise InvalidParameter("messages", "hold tool calls, for which this model's chat template has no place")
+        found: set[str] = set()
+        marked = [
+            {k: v if k == "role" else self._marked(v, message["role"], k, found) for k, v in message.items()}
+            for message in read
+        ]
+        told = self._marked(list(tools), "user", "tools", found)
         if not found:
-            text = self._render(read)
+            text = self._render(read, tools)
             self.check_length(text, most)
             return self._encode_bare(text)
-        text = self._render(marked)
+        text = self._render(marked, told)
         self.check_length(self._guard.unmarked(text), most)
         return self._guard.encode(text, found)
+
+    def _marked(self, value: Any, role: str, key: str, found: set[str]) -> Any:
+        """The same with marks in all that somebody wrote (see ``ControlGuard``); ``found``: what was marked."""
+        if isinstance(value, str):
+            own_words = role == "assistant" and key != "name"
+            text, suspects = self._guard.mark(value, own_words=own_words)
+            found |= suspects
+            return text
+        if isinstance(value, Mapping):
+            return {self._marked(k, role, key, found): self._marked(v, role, key, found) for k, v in value.items()}
+        return [self._marked(each, role, key, found) for each in value] if isinstance(value, list) else value
 
     @cached_property
     def infill(self) -> Infill:
@@ -126,9 +166,11 @@ class TextCodec:
     def _encode_bare(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
         except ImportError:
             raise  # transformers says what to install
         except Exception as error:  # the template's own complaint (the order of roles, say), or its own fault

@@ -7,12 +7,15 @@ and statistics are written (``figures``).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..types import Choice, Completion, Piece, TokenLogprob
 from .figures import Spelling, said_in_chat, said_in_text, said_of_prompt, statistics_of, usage_of
+from .reasoning import Reasoning
+from .replies import Part, Reply
+from .tool_formats import ToolFormat
 
 __all__ = ["Chats", "Prompt", "Texts", "Writer"]
 
@@ -68,10 +71,14 @@ class Writer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _spent(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        found = {"usage": usage_of(answers)}
+        found = {"usage": usage_of(answers, self._thought(answers))}
         if self.statistics:
             found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
         return found
+
+    def _thought(self, answers: Sequence[Completion]) -> int:
+        """Tokens that were spent on thinking."""
+        return 0
 
     def _choice(self, index: int, number: int, choice: Choice, answer: Completion) -> dict[str, Any]:
         raise NotImplementedError
@@ -100,10 +107,16 @@ def best(choices: Sequence[Choice], n: int) -> Sequence[Choice]:
     return sorted(choices, key=mean, reverse=True)[:n]
 
 
+@dataclass
 class Chats(Writer):
-    """``/v1/chat/completions``"""
+    """``/v1/chat/completions``. ``reply``: takes an answer apart, given its prompt; None: all of it is content."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    reply: Callable[[Sequence[int]], Reply] | None = None
+    reasoning: Reasoning | None = None
+    format: ToolFormat | None = None
+    named: bool = False  # the client said which tool to call
+    _replies: dict[int, Reply] = field(default_factory=dict)  # of streams, by choice
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         found = super().whole(answers)
@@ -119,23 +132,75 @@ class Chats(Writer):
             for index in range(choices)
         ]
 
+    def _thought(self, answers: Sequence[Completion]) -> int:
+        if self.reasoning is None:
+            return 0
+        each = [(answer.prompt_token_ids, choice) for answer in answers for choice in answer.choices]
+        return sum(self.reasoning.tokens(prompt, choice.text, choice.token_ids) for prompt, choice in each)
+
     def _choice(self, index: int, number: int, choice: Choice, answer: Completion) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason: str | None = choice.finish_reason
+        if self.reply is not None:
+            reply = self.reply(answer.prompt_token_ids)
+            parts = self._written([*reply.push(choice.text), *reply.finish()])
+            calls = parts.pop("tool_calls", [])
+            message |= {"content": None if calls else "", **parts}
+            if calls:
+                message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+            reason = self._reason(reason, reply)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": said_in_chat(self.spelling, choice.logprobs or ()) if self.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
         }
 
     def _delta(self, index: int, number: int, pieces: Sequence[Piece], prompt: Prompt | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         known = [piece.logprob for piece in pieces if piece.logprob is not None]
+        delta: dict[str, Any] = {"content": text} if text or known else {}
+        reason: str | None = pieces[-1].finish_reason
+        if self.reply is not None:
+            assert prompt is not None
+            if index not in self._replies:
+                self._replies[index] = self.reply(prompt.token_ids)
+            reply = self._replies[index]
+            parts = reply.push(text) + (reply.finish() if reason is not None else [])
+            delta = self._written(parts) or ({"content": ""} if known else {})
+            reason = self._reason(reason, reply)
         return {
             "index": index,
-            "delta": {"content": text} if text or known else {},
+            "delta": delta,
             "logprobs": said_in_chat(self.spelling, known) if self.logprobs and known else None,
-            "finish_reason": pieces[-1].finish_reason,
+            "finish_reason": reason,
         }
+
+    def _written(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Parts of a reply as fields of a message, whole or not."""
+        found: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if part.kind == "call":
+                assert self.format is not None
+                function = {"name": part.text, "arguments": ""}
+                calls[part.index] = {
+                    "index": part.index,
+                    "id": self.format.new_id(),
+                    "type": "function",
+                    "function": function,
+                }
+            elif part.kind == "arguments":
+                call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+            else:
+                for name in ("reasoning", "reasoning_content") if part.kind == "reasoning" else ("content",):
+                    found[name] = found.get(name, "") + part.text
+        return found | ({"tool_calls": list(calls.values())} if calls else {})
+
+    def _reason(self, reason: str | None, reply: Reply) -> str | None:
+        """OpenAI's: an answer that called the tool it was told to call has just stopped."""
+        return "tool_calls" if reason == "stop" and reply.calls and not self.named else reason
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ class Settings:
     max_body: int = 16 * 2**20  # bytes
     statistics: bool = False  # in every answer
     drain: float = 30.0  # seconds that requests have to end when the server stops
+    tool_format: str = "auto"  # how the model writes tool calls
 
 
 def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
@@ -105,7 +106,7 @@ class _Service:
         self.metrics = Metrics(llm.llm, settings.model)
         self.stopping = False
         self._loaded = int(time.time())
-        self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics)
+        self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics, tools=settings.tool_format)
 
     # -- for the process that runs it
 
@@ -123,12 +124,13 @@ class _Service:
     # -- completions
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        return await self._answered(request, self._calls.chat(body))
+        return await self._answered(request, await self._made(self._calls.chat, body))
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        if body.suffix or body.echo:
-            return await self._answered(request, await asyncio.to_thread(self._calls.complete, body))
-        return await self._answered(request, self._calls.complete(body))
+        return await self._answered(request, await self._made(self._calls.complete, body))
+
+    async def _made(self, make: Callable[[Any], Call], body: Any) -> Call:
+        return await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
 
     async def _answered(self, request: Request, call: Call) -> Response:
         if self.stopping:

@@ -40,9 +40,9 @@ class _Bad(Exception):
 class Batches:
     """Answers lines of batches. ``model``: the name that bodies may give."""
 
-    def __init__(self, llm: AsyncLLM, model: str, *, statistics: bool = False) -> None:
+    def __init__(self, llm: AsyncLLM, model: str, *, statistics: bool = False, tools: str = "auto") -> None:
         self._llm = llm
-        calls = Calls(llm.llm, model, statistics=statistics)
+        calls = Calls(llm.llm, model, statistics=statistics, tools=tools)
         self._routes: dict[str, tuple[Any, Callable[[Any], Call]]] = {
             "/v1/chat/completions": (ChatRequest, calls.chat),
             "/v1/completions": (CompletionRequest, calls.complete),

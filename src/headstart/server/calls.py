@@ -15,11 +15,18 @@ from typing import Any
 from ..api import LLM
 from ..async_api import AsyncLLM
 from ..engine.inbox import BUFFER, Reader, together
+from ..errors import InvalidParameter
+from ..structured import Structured
 from ..types import Completion, SamplingParams
 from .answers import Chats, Prompt, Texts, Writer
 from .errors import Refused
 from .figures import Spelling
+from .reasoning import Reasoning
+from .replies import Reply, plain
 from .schemas import ChatRequest, CompletionRequest
+from .structured import Wanted
+from .tool_formats import FORMATS, Grammar, ToolFormat, format_of, json_rule
+from .tools import Toolbox
 
 __all__ = ["Call", "Calls"]
 
@@ -35,6 +42,7 @@ class Call:
     stream: bool
     usage: bool  # at the end of a stream
     running_usage: bool = False  # in every chunk what was used so far
+    wanted: Wanted | None = None  # what the client said of the answer's shape
 
     async def submit(self, llm: AsyncLLM, *, wait: bool = False) -> list[Reader]:
         """All of its requests, or none: ``EngineBusy`` where the line is full; ``wait``: for places in it."""
@@ -46,10 +54,18 @@ class Call:
                 readers.append(
                     await llm.submit(prompt, self.params, id=name, prediction=self.prediction, buffer=buffer, wait=wait)
                 )
-        except BaseException:
+        except BaseException as error:
             _close(readers)
+            if isinstance(error, InvalidParameter) and error.field.startswith("structured"):
+                raise self._misshapen(error) from None
             raise
         return readers
+
+    def _misshapen(self, error: InvalidParameter) -> Refused:
+        """What was asked of the answer's shape cannot be: in the client's words."""
+        if self.wanted is not None:
+            return self.wanted.renamed(error)
+        return Refused(400, f"tools: {str(error).removeprefix(error.field).strip()}", "tools")
 
     async def whole(self, readers: Sequence[Reader]) -> dict[str, Any]:
         """The answer, when all of it is written. Cancelled, it stops what was asked for."""
@@ -71,7 +87,7 @@ class Call:
                 yield self._with_usage(chunk, readers, written)
             async for number, pieces in together(readers):
                 if writer.echo is None:
-                    found = writer.chunks(number, pieces)
+                    found = writer.chunks(number, pieces, Prompt(readers[number].prompt_token_ids, None))
                 else:  # see ``whole``
                     prompt = Prompt(readers[number].prompt_token_ids, readers[number].prompt_logprobs)
                     found = await asyncio.to_thread(writer.chunks, number, pieces, prompt)
@@ -93,32 +109,89 @@ class Call:
 
 
 class Calls:
-    """Makes calls out of what clients send."""
+    """Makes calls out of what clients send. ``tools``: how the model writes tool calls; "auto": by its template."""
 
-    def __init__(self, llm: LLM, model: str, *, statistics: bool = False) -> None:
+    def __init__(self, llm: LLM, model: str, *, statistics: bool = False, tools: str = "auto") -> None:
         self._model, self._statistics = model, statistics
         self._codec, self._spelling = llm.codec, Spelling.of(llm.codec)
         self._longest = llm.engine.parts.runner.max_len
+        self._reasoning = Reasoning.of(llm.codec)
+        self._format = format_of(llm.codec.template or "") if tools == "auto" else FORMATS[tools]
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
             message = f"there is no model {name!r:.100} here, but {self._model!r} (--served-model-name changes that)"
             raise Refused(404, message, "model", "model_not_found")
 
+    def lengthy(self, body: ChatRequest | CompletionRequest) -> bool:
+        """Are there texts to tokenize, ids to spell or shapes to read before the call is made? Then not on an event
+        loop."""
+        if Wanted.of(body) is not None:
+            return True
+        return bool(body.suffix or body.echo) if isinstance(body, CompletionRequest) else bool(body.tools)
+
     def chat(self, body: ChatRequest) -> Call:
+        """See ``lengthy``."""
         self.check_model(body.model)
-        writer = Chats(**self._writing("chatcmpl", body), logprobs=bool(body.logprobs))
-        return self._call(writer, [body.conversation()], body.params(), body)
+        box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        wanted, params, writing = Wanted.of(body), body.params(), self._writing("chatcmpl", body)
+        prompt: Any = body.conversation()
+        format = None if box is None else self._tool_format()
+        if format is not None and box is not None:
+            prompt = self._codec.encode_chat(prompt, tools=[tool.as_dict() for tool in box.shown], most=self._longest)
+            params = self._held_to_tools(params, format, box, wanted, prompt)
+        elif wanted is not None:
+            thinking = None
+            if self._reasoning.tags is not None:
+                prompt = self._codec.encode_chat(prompt, most=self._longest)
+                thinking = self._reasoning.thinking(prompt)
+            params = replace(params, structured=wanted.structured(thinking, self._codec.added_id))
+        if format is not None or self._reasoning.tags is not None:
+            read, names = (plain, frozenset[str]()) if format is None or box is None else (format.read, box.names)
+            writing["reply"] = lambda ids: Reply(read, names, self._reasoning.thinking(ids))
+            writing |= {"reasoning": self._reasoning, "format": format, "named": box is not None and box.named}
+            if self._reasoning.special or (format is not None and self._codec.special_id(format.tag) is not None):
+                params = replace(params, skip_special_tokens=False)
+        writer = Chats(**writing, logprobs=bool(body.logprobs))
+        return self._call(writer, [prompt], params, body, wanted if box is None else None)
+
+    def _tool_format(self) -> ToolFormat:
+        if not self._codec.takes_tools:
+            raise Refused(400, "tools: this model's chat template has no place for tools; leave them out", "tools")
+        if self._format is None:
+            ways = ", ".join(FORMATS)
+            why = f"how this model writes tool calls is not known here; --tool-format says it ({ways})"
+            raise Refused(400, f"tools: {why}", "tools")
+        return self._format
+
+    def _held_to_tools(
+        self, params: SamplingParams, format: ToolFormat, box: Toolbox, wanted: Wanted | None, prompt: list[int]
+    ) -> SamplingParams:
+        """Calls are written as the model writes them, and their arguments as their tools say."""
+        content = None
+        if wanted is not None and not box.required:
+            if wanted.json is None or not format.tag:
+                why = "JSON can" if format.tag else "this model's calls could not be told from it; require a call"
+                raise Refused(400, f"{wanted.field}: cannot be used with tools; {why}", wanted.field)
+            content = json_rule(wanted.json)
+        grammar = Grammar(self._codec.added_id, self._reasoning.thinking(prompt))
+        rules = grammar.calls(format, box, content)
+        try:
+            return replace(params, structured=Structured(grammar=rules, after=grammar.after))
+        except InvalidParameter as error:
+            raise Refused(400, f"tools: {str(error).removeprefix(error.field).strip()}", "tools") from None
 
     def complete(self, body: CompletionRequest) -> Call:
-        """With ``suffix`` or ``echo`` it has texts to tokenize or ids to spell: not on an event loop."""
+        """See ``lengthy``."""
         self.check_model(body.model)
-        prompts, params = body.prompts(), body.params()
+        prompts, params, wanted = body.prompts(), body.params(), Wanted.of(body)
+        if wanted is not None:
+            params = replace(params, structured=wanted.structured(None, self._codec.added_id))
         if body.suffix:
             prompts, params = self._infilled(prompts, body.suffix, params)
         echo = [self._as_text(prompt) for prompt in prompts] if body.echo else None
         writer = Texts(**self._writing("cmpl", body), logprobs=body.logprobs is not None, echo=echo)
-        return self._call(writer, prompts, params, body)
+        return self._call(writer, prompts, params, body, wanted)
 
     def _as_text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -150,10 +223,16 @@ class Calls:
         }
 
     def _call(
-        self, writer: Writer, prompts: Sequence[Any], params: SamplingParams, body: ChatRequest | CompletionRequest
+        self,
+        writer: Writer,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        body: ChatRequest | CompletionRequest,
+        wanted: Wanted | None,
     ) -> Call:
         guess = body.prediction.text if body.prediction is not None else None
-        return Call(writer, prompts, params, guess, bool(body.stream), body.wants_usage, body.wants_running_usage)
+        usage = body.wants_usage, body.wants_running_usage
+        return Call(writer, prompts, params, guess, bool(body.stream), *usage, wanted)
 
 
 def _close(readers: Sequence[Reader]) -> None:

@@ -13,7 +13,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ..errors import EngineBusy, EngineStopped, HeadstartError, InvalidParameter, ModelRefused, PromptTooLong
+from ..errors import (
+    EngineBusy,
+    EngineStopped,
+    HeadstartError,
+    InvalidParameter,
+    MissingExtra,
+    ModelRefused,
+    PromptTooLong,
+)
 
 __all__ = ["TWO_LENGTHS", "Refused", "body", "described", "install", "misfit"]
 
@@ -46,6 +54,9 @@ _SUCH_AS = {  # of fields that are often sent in another shape
     "prompt": "text, token ids, or a list of those",
     "prediction": 'an object such as {"type": "content", "content": "the text that is expected"}',
     "stop": "text or a list of texts",
+    "tools": 'a list of objects such as {"type": "function", "function": {"name": "add", "parameters": {...}}}',
+    "tool_choice": '"none", "auto", "required", or an object such as {"type": "function", "function": {"name": "add"}}',
+    "response_format": 'an object such as {"type": "json_object"}',
     "logit_bias": 'an object of token ids and numbers such as {"42": -100}',
 }
 _SHAPE = ("model_type", "model_attributes_type", "dict_type", "list_type")  # not what stands in it, but all of it
@@ -83,6 +94,8 @@ def described(error: Exception) -> Refused:
         return Refused(429, str(error), code="queue_full")
     if isinstance(error, EngineStopped):
         return Refused(503, str(error), code="engine_stopped")
+    if isinstance(error, MissingExtra):
+        return Refused(400, f"this server cannot hold an answer to a shape: {error}")
     if isinstance(error, ModelRefused):  # a chat, of a model that has no template for it
         return Refused(400, str(error), "messages")
     if isinstance(error, HeadstartError):

@@ -34,8 +34,9 @@ class Spelling:
         return 0 if token in self.special else len(self.spell(token))
 
 
-def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens of a prediction count where they were drafted: accepted ones are in the answer, rejected ones nowhere."""
+def usage_of(answers: Sequence[Completion], reasoning: int = 0) -> dict[str, Any]:
+    """Tokens of a prediction count where they were drafted: accepted ones are in the answer, rejected ones nowhere.
+    ``reasoning``: tokens that were spent on thinking."""
     stats = [choice.stats for answer in answers for choice in answer.choices]
     accepted = sum(s.predicted_accepted for s in stats)
     prompt = sum(len(answer.prompt_token_ids) for answer in answers)
@@ -49,6 +50,7 @@ def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(s.predicted for s in stats) - accepted,
+            "reasoning_tokens": reasoning,
         },
     }
 

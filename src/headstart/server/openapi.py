@@ -36,7 +36,7 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_END = _maybe({"type": "string", "enum": ["stop", "length"]})
+_END = _maybe({"type": "string", "enum": ["stop", "length", "tool_calls"]})
 _HEAD: dict[str, Schema] = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT}
 _USAGE = _record(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
@@ -44,7 +44,14 @@ _USAGE = _record(
     completion_tokens_details={"type": "object"},
 )
 _CHOICE: dict[str, Schema] = {"index": _COUNT, "logprobs": _maybe({"type": "object"}), "finish_reason": _END}
-_MESSAGE = _record({"role": _TEXT, "content": _maybe(_TEXT)}, refusal={"type": "null"})
+_CALL = _record({"id": _TEXT, "type": _TEXT, "function": _record({"name": _TEXT, "arguments": _TEXT})})
+_MESSAGE = _record(
+    {"role": _TEXT, "content": _maybe(_TEXT)},
+    refusal={"type": "null"},
+    reasoning=_TEXT,
+    reasoning_content=_TEXT,
+    tool_calls=_list(_CALL),
+)
 _SPENT: dict[str, Schema] = {"metrics": {"type": "object"}}
 
 SCHEMAS: dict[str, Schema] = {

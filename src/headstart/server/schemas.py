@@ -3,10 +3,7 @@
 Knows: fields, their kinds, and what each becomes in ``SamplingParams``. Does not know: how anything is answered.
 
 ``null`` is a field that was not sent. A field that real clients send and that changes nothing here is taken at its
-default (``Harmless``); every other unknown or unmet field is refused by name. None is ignored in silence.
-
-The first thing that is wrong is enough to refuse a body: a record of every fault in one of megabytes would take
-gigabytes. So lists end at their first wrong value (``_Many``), and one unknown field stands for all (``_Record``).
+default (``_HARMLESS``); every other unknown or unmet field is refused by name. None is ignored in silence.
 """
 
 from __future__ import annotations
@@ -14,15 +11,13 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
-    StrictInt,
     TypeAdapter,
     ValidationError,
     create_model,
@@ -31,23 +26,15 @@ from pydantic import (
 
 from ..sampling import MAX_LOGPROBS, MAX_N, SamplingParams, Verification
 from .errors import Refused
+from .messages import Message, Part
+from .records import Count, Many, Number, Record
+from .structured import ResponseFormat, StructuredOutputs
+from .tools import MAX_TOOLS, Tool, ToolChoice
 
 __all__ = ["ChatRequest", "CompletionRequest", "Detokenize", "Message", "Tokenize"]
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
-
-
-def _no_flag(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("Input should be a valid number")
-    return value
-
-
-_Number: TypeAlias = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValidator(_no_flag)]
-_Count: TypeAlias = StrictInt
-T = TypeVar("T")
-_Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _or_one_wrong(values: Any) -> Any:
@@ -60,8 +47,8 @@ def _or_one_wrong(values: Any) -> Any:
     return values
 
 
-_NUMBERS = TypeAdapter[float](_Number)
-_Biases: TypeAlias = Annotated[dict[str, _Number], BeforeValidator(_or_one_wrong)]
+_NUMBERS = TypeAdapter[float](Number)
+_Biases: TypeAlias = Annotated[dict[str, Number], BeforeValidator(_or_one_wrong)]
 
 #: fields that clients send, and the values (besides null) at which they ask for nothing
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -75,7 +62,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "functions": ([],),
@@ -84,12 +70,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 _ANYTHING = ("user", "metadata", "prompt_cache_key", "safety_identifier")
-_LATER = {"response_format", "tools", "tool_choice", "functions", "function_call"}
-#: vLLM's and llama.cpp's ways to a structured answer
-_STRUCTURED = {
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-    *("grammar", "json_schema"),
-}
+#: llama.cpp's ways to a structured answer
+_STRUCTURED = {"grammar": "structured_outputs.grammar (in Lark's notation)", "json_schema": "response_format"}
 #: what other servers and libraries call a field
 _CALLED = {
     "max_completion_tokens": "max_tokens",
@@ -108,72 +90,34 @@ def _here(name: str) -> str:
 
 def _unmet(name: str) -> str:
     """A sentence about a field that was sent with a value that asks for something."""
-    taken, yet = [json.dumps(value) for value in _HARMLESS[name] if value != []], " yet" if name in _LATER else ""
-    return f"only {' or '.join(taken)} is supported{yet}" if taken else f"is not supported{yet}"
+    taken = [json.dumps(value) for value in _HARMLESS[name] if value != []]
+    return f"only {' or '.join(taken)} is supported" if taken else "is not supported"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read(cls, values: Any) -> Any:
-        """What was sent, with at most one of the fields that are not known."""
-        more = [name for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
-        return (
-            values
-            if len(more) < 2
-            else {name: values[name] for name in values if name in cls.model_fields or name == more[0]}
-        )
-
-
-class StreamOptions(_Record):
+class StreamOptions(Record):
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None  # vLLM's: in every chunk what was used so far
     include_obfuscation: StrictBool | None = None  # padding against eavesdroppers: none is sent
 
 
-class Part(_Record):
-    type: Literal["text"]
-    text: str
-
-
-class Prediction(_Record):
+class Prediction(Record):
     type: Literal["content"]
-    content: str | _Many[Part]
+    content: str | Many[Part]
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Message(_Record):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | _Many[Part] | None = None
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    tool_call_id: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        if self.content is None:
-            raise Refused(400, f"messages: a message of the role {self.role} has no content", "messages")
-        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
-
-
 def _with_harmless(schema: dict[str, Any]) -> None:
     """Put fields that are taken out before anything is checked (``_HARMLESS``) into the OpenAPI document."""
     for name, values in _HARMLESS.items():
-        schema["properties"][name] = {} if name in _ANYTHING else {"enum": [None, *values]}
+        schema["properties"].setdefault(name, {} if name in _ANYTHING else {"enum": [None, *values]})
 
 
 def _one_value_each() -> dict[str, Any]:
     """Sampling parameters that are one number or one flag, under their own names."""
-    here = {float: _Number, int: _Count, bool: StrictBool}
+    here = {float: Number, int: Count, bool: StrictBool}
     found = {}
     for name, kind in get_type_hints(SamplingParams).items():
         [first, *others] = get_args(kind) or (kind,)
@@ -182,7 +126,7 @@ def _one_value_each() -> dict[str, Any]:
     return found
 
 
-_Parameters: Any = create_model("_Parameters", __base__=_Record, **_one_value_each())
+_Parameters: Any = create_model("_Parameters", __base__=Record, **_one_value_each())
 
 
 class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of SamplingParams
@@ -194,12 +138,19 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     model: str | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[_Count, Field(ge=1, le=MAX_N)] | None = None
-    stop: str | _Many[str] | None = None
+    n: Annotated[Count, Field(ge=1, le=MAX_N)] | None = None
+    stop: str | Many[str] | None = None
     logit_bias: _Biases | None = None
-    stop_token_ids: _Many[_Count] | None = None
-    prompt_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stop_token_ids: Many[Count] | None = None
+    prompt_logprobs: Annotated[Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     verification: Verification | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
+    guided_json: str | dict[str, Any] | None = None  # vLLM's, until it was called structured_outputs
+    guided_regex: str | None = None
+    guided_choice: Many[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     statistics: StrictBool | None = None  # of speculation, in the answer
     origins: StrictBool | None = None  # where each token came from, in the stream
 
@@ -211,7 +162,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
             return values
         kept = {}
         for name, value in values.items():
-            if name not in _HARMLESS:
+            if name not in _HARMLESS or name in cls.model_fields:
                 kept[name] = value
             elif value is not None and name not in _ANYTHING and value not in _HARMLESS[name]:
                 raise Refused(400, f"{name}: {_unmet(name)}; leave it out", name)
@@ -223,7 +174,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     def _unknown(cls, name: str) -> str:
         """A sentence about a field that there is not, and what may have been meant."""
         if name in _STRUCTURED:
-            return "is not supported yet, nor is any other way to a structured answer; leave it out"
+            return f"is not a field that this server knows; use {_STRUCTURED[name]}"
         for path, other in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
             if name in other.model_fields:
                 return f"is a field of {path}, not of this route" + _here(name)
@@ -261,11 +212,14 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
 
 
 class ChatRequest(_Sampled):
-    messages: Annotated[_Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: _Count | None = None
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
 
     def params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -283,11 +237,11 @@ class ChatRequest(_Sampled):
 
 
 class CompletionRequest(_Sampled):
-    prompt: str | _Many[_Count] | _Many[str | _Many[_Count]]
-    logprobs: Annotated[_Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt: str | Many[Count] | Many[str | Many[Count]]
+    logprobs: Annotated[Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
     echo: StrictBool | None = None
-    best_of: Annotated[_Count, Field(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[Count, Field(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
 
     def params(self) -> SamplingParams:
@@ -315,10 +269,10 @@ class CompletionRequest(_Sampled):
         return list(prompt)
 
 
-class Tokenize(_Record):
+class Tokenize(Record):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[_Many[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: StrictBool | None = None
 
     @model_validator(mode="after")
@@ -328,6 +282,6 @@ class Tokenize(_Record):
         return self
 
 
-class Detokenize(_Record):
+class Detokenize(Record):
     model: str | None = None
-    tokens: _Many[_Count]
+    tokens: Many[Count]

@@ -1,0 +1,63 @@
+"""Messages of a conversation as clients send them.
+
+Knows: OpenAI's roles, parts and tool calls. Does not know: what a chat template makes of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .errors import Refused
+from .records import Count, Many, Record
+
+__all__ = ["Message", "Part"]
+
+
+class Part(Record):
+    type: Literal["text"]
+    text: str
+
+
+class _Called(Record):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str  # JSON
+
+
+class _Call(Record):
+    """A tool call that the model made before."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: _Called
+    index: Count | None = None  # of those that were put together from a stream
+
+
+class Message(Record):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Many[Part] | None = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    tool_calls: Many[_Call] | None = None
+    function_call: None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None  # as an answer has it
+    reasoning_content: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``LLM.chat`` takes it."""
+        if self.content is None and not self.tool_calls:
+            raise Refused(400, f"messages: a message of the role {self.role} has no content", "messages")
+        content = (
+            self.content if isinstance(self.content, (str, type(None))) else [p.model_dump() for p in self.content]
+        )
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.model_dump()} for call in self.tool_calls
+            ]
+        thought = self.reasoning if self.reasoning is not None else self.reasoning_content
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought}
+        return found | {name: value for name, value in more.items() if value is not None}
