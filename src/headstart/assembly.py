@@ -26,6 +26,7 @@ from .engine.warm_up import open_captured
 from .errors import HeadstartWarning, InvalidParameter, ModelNotFound, ModelRefused
 from .machine.cpu.cores import processors
 from .machine.cpu.open import check_quantization, open_packed
+from .machine.grammar import Grammars
 from .machine.head import head_folder
 from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
 from .machine.load.hub import Remote
@@ -71,9 +72,9 @@ def assemble(
     check: bool,
     progress: Tell | None,
     **placement: Any,
-) -> tuple[Engine, Loaded, Capability | None, TextCodec | None]:
-    """Load everything: the engine, the target, what the draft model is if there is one, and the codec, if there is a
-    tokenizer. The arguments are those of ``LLM``; ``placement``: device and trust."""
+) -> tuple[Engine, Loaded, Capability | None, TextCodec | None, Grammars]:
+    """Load everything: the engine, the target, what the draft model is if there is one, the codec, if there is a
+    tokenizer, and what compiles grammars. The arguments are those of ``LLM``; ``placement``: device and trust."""
     check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):
         source: Model = embedded_folder(tell) if model is None else model
@@ -103,18 +104,20 @@ def assemble(
             lengths = captured.lengths if captured is not None and captured.drafting else None
             controller.meet(free=drafter.free, ends_itself=drafter.ends_itself, lengths=lengths, **beside.known)
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
+    eos = eos_ids(target)
     engine = Engine(
         runner,
         drafter,
         controller,
         config.engine,
         vocab_size=vocab_size,
-        eos=eos_ids(target),
+        eos=eos,
         text=(lambda request: _text(codec, request)) if codec is not None else None,
         captured=captured,
         max_gamma=config.draft.most,
     )
-    return engine, beside.target, beside.draft, codec
+    grammars = Grammars(target.tokenizer, width=runner.vocab_size, eos=eos)
+    return engine, beside.target, beside.draft, codec, grammars
 
 
 def _text(codec: TextCodec, request: Request) -> TextStream:

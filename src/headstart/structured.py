@@ -37,7 +37,7 @@ class Structured:
     ``whitespace_pattern`` is a regex of the blanks that there may be.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | bool | Mapping[str, Any] | None = None
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -49,7 +49,7 @@ class Structured:
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
             self._keep(name, flag(f"structured.{name}", getattr(self, name)))
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = self._given
         if len(given) != 1:
             named = "none of them was" if not given else f"{' and '.join(given)} were"
             raise InvalidParameter("structured", f"takes exactly one of {', '.join(_KINDS)}; {named} given")
@@ -77,7 +77,13 @@ class Structured:
     @property
     def kind(self) -> str:
         """Which of the five was given."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[str]:
+        return [
+            name for name in _KINDS if getattr(self, name) is not None and (name != "json_object" or self.json_object)
+        ]
 
 
 def _text(name: str, value: object, most: int) -> str:

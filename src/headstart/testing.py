@@ -180,7 +180,7 @@ def tiny_tokenizer(size: int = TINY_VOCABULARY, *, shuffle: int = 0) -> PreTrain
     names += [f"<spare{i}>" for i in range(size - len(names))]
     vocabulary = {name: number for number, name in enumerate(names[:size])}
     text = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    text.decoder = decoders.Fuse()
+    text.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=text,
         unk_token="<unk>",

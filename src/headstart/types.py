@@ -25,15 +25,20 @@ from .errors import PromptTooLong
 from .sampling import SamplingParams, Structured, Verification
 
 if TYPE_CHECKING:  # these records hold tensors and never compute with them; torch takes seconds to import
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 __all__ = [
     "Advice",
     "Choice",
     "Completion",
+    "Constraint",
     "DraftView",
     "Draw",
     "FinishReason",
+    "Grammar",
+    "Mask",
     "Origin",
     "Piece",
     "Proposal",
@@ -53,6 +58,40 @@ Draw = Literal["point", "iid", "distinct"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Tell: TypeAlias = Callable[[str], None]  # hears what a start-up is doing; an empty text: nothing to tell
+Mask: TypeAlias = "NDArray[np.uint32]"  # [W] a bit for each token that may come next, the lowest bit first
+
+
+class Constraint(Protocol):
+    """What a grammar lets one running choice go on with. It moves over committed tokens only; drafted ones are asked
+    about. Any thread may ask. ``machine/grammar.py`` has one."""
+
+    @property
+    def over(self) -> bool:
+        """Nothing may follow any more: the text ends here."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar cannot be followed any further; its masks are empty from there on."""
+
+    def take(self, token: int) -> None:
+        """A token was committed."""
+
+    def mask(self, drafted: tuple[int, ...]) -> Mask | None:
+        """What may follow the committed text and these drafted tokens; None: anything."""
+
+    def fits(self, drafted: Sequence[int]) -> int:
+        """How many of these may follow the committed text, one after the other."""
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The tokens that must come next, as far as there is no choice: each one's mask has no other bit."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar, for any number of choices."""
+
+    def begin(self, *, endings: frozenset[int], min_tokens: int) -> Constraint:
+        """For a new choice: ids that end its text, and how many tokens must come before one of them, where there is a
+        choice at all."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +102,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     prediction: tuple[int, ...] = ()
+    grammar: Grammar | None = None  # ``params.structured``, compiled for the model's tokens
 
     def longest(self, max_model_len: int) -> int:
         """The most tokens that prompt and answer may have together; an error if what was asked for does not fit."""
@@ -99,6 +139,10 @@ class DraftView(Protocol):
     def seed(self) -> int:
         """The seed in force (drawn at random when the request gave none)."""
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """What its grammar lets it go on with; None: anything. A guess may disregard it: the target does not."""
+
 
 class Advice(Protocol):
     """What a drafter may ask the controller, once a round. 0.0: whatever is asked for is worth its time."""
@@ -132,6 +176,7 @@ class Proposal:
     length beforehand (``PortfolioDrafter`` says it of its costly half), so it is not looked at again, and not cut.
 
     ``predicted``: copied from the request's ``prediction``, so that it costs nothing whoever drafts otherwise.
+    ``forced``: the request's grammar leaves no other choice, so that it costs nothing either and always holds.
     """
 
     tokens: tuple[int, ...]
@@ -141,6 +186,7 @@ class Proposal:
     strength: int = 0
     paid: bool = False
     predicted: bool = False
+    forced: bool = False
 
     @staticmethod
     def chain(
@@ -205,6 +251,7 @@ class Round:
     paid: bool = False  # see ``Proposal``
     catch_up_seconds: float = 0.0  # of the whole round: the drafter read what it lacked (a prompt, say)
     predicted: bool = False  # see ``Proposal``
+    forced: bool = False  # see ``Proposal``
 
 
 @dataclass(frozen=True)
@@ -261,6 +308,7 @@ class Stats(Accepting):
     acceptance_histogram: tuple[int, ...] = ()  # in how many of them 0, 1, 2 ... tokens were accepted
     predicted: int = 0  # of the drafted tokens, those copied from the request's prediction ...
     predicted_accepted: int = 0  # ... and of these the accepted ones
+    forced: int = 0  # of the drafted tokens, those that the request's grammar left no choice about
 
     @property
     def acceptance_length(self) -> float:

@@ -137,6 +137,8 @@ class Acceptance:
     def chances_of(self, sequence_id: str, proposal: Proposal, *, paid: bool) -> list[float]:
         """What each of a proposal's tokens is expected to add. Those of a tree share their level's chance."""
         strength = PAID if paid else proposal.strength
+        if proposal.forced:
+            return [1.0] * len(proposal)
         if proposal.is_chain:
             return self.chances(sequence_id, strength, len(proposal))
         depths: list[int] = []

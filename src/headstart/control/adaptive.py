@@ -14,6 +14,7 @@ from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens,
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Beliefs, Costs, DraftSeconds, low
+from .forced import cut_forced
 from .probes import Probes, Rest
 from .why import Figures
 
@@ -137,7 +138,8 @@ class AdaptiveController:
         return [min(gamma, limit) for limit in limits]
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
-        loose = [p is not None and not self._paid(p) and p.draw == "point" for p in proposals]  # may be cut
+        proposals = cut_forced(self._costs, proposals)
+        loose = [p is not None and not self._paid(p) and not p.forced and p.draw == "point" for p in proposals]
         if any(p is not None and not self._paid(p) and p.draw != "point" for p in proposals):
             # Drawn at random by a drafter that calls itself free: these stay whole, because a drawn token may not be
             # dropped when it is known. From the next round on ``budgets`` decides, beforehand.
@@ -165,7 +167,7 @@ class AdaptiveController:
         if not rounds:
             return
         first = rounds[0]
-        drafted = any(r.drafted for r in rounds)
+        drafted = any(r.drafted and not r.forced for r in rounds)  # what is forced says nothing about other guesses
         paid = [r for r in rounds if r.drafted and self._paid(r)]
         if first.prefill:  # a forward that also carried prompt tokens says little about a round's cost
             self._costs.read(sum(r.prefill + r.width for r in rounds), first.verify_seconds or first.round_seconds)
@@ -185,13 +187,13 @@ class AdaptiveController:
         if paid:
             self._time_draft(first, paid)
         probe = drafted and self._why != _PAYS
-        kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in rounds]
+        kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in rounds if not r.forced]
         self._acceptance.learn(kinds, probe=probe)
-        self._held |= any(r.accepted for r in rounds)
+        self._held |= any(r.accepted and not r.forced for r in rounds)
         if not drafted:
             self._probes.plain()
         elif not first.prefill:
-            cost, guesses = self._cost(first, paid, probe), [r.outcomes[0] for r in rounds if r.drafted and r.outcomes]
+            cost, guesses = self._cost(first, paid, probe), [held[0] for _, _, held in kinds if held]
             given = sum(r.emitted for r in rounds) / len(rounds)
             self._probes.drafted(cost, given, guesses, probe=probe, enough=self._enough)
         for r in rounds:
@@ -266,7 +268,7 @@ class AdaptiveController:
 
     def _paid(self, guess: Proposal | Round) -> bool:
         """Was its length settled before it was drafted, because its tokens cost time?"""
-        return guess.paid or not (self.free or guess.predicted)
+        return guess.paid or not (self.free or guess.predicted or guess.forced)
 
     def _line(self, rows: int) -> tuple[float, float]:
         """Seconds that any draft takes, and more for each of its tokens."""

@@ -10,6 +10,7 @@ has logits shares this pen, so all of them warp alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,15 @@ from ..maths.distribution import History, Warp, argmaxes, probabilities, process
 from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HOPE
 from ..maths.vocab_ops import PLAIN, VocabOps
 from ..types import DraftView, Proposal
+from .draft_masks import DraftMasks
 
 __all__ = ["SERVED", "DraftSampler", "draft_keys", "draw_tokens", "fit"]
 
 #: a guess disregards min_tokens; log-probabilities are the target's alone
 SERVED = Served(
-    "draft sampler", DRAWING | PENALTIES | RULES | {"logit_bias"} | TENSORS_ONLY, frozenset({"min_tokens", "logprobs"})
+    "draft sampler",
+    DRAWING | PENALTIES | RULES | {"logit_bias", "structured"} | TENSORS_ONLY,
+    frozenset({"min_tokens", "logprobs"}),
 )
 
 
@@ -41,17 +45,19 @@ class DraftSampler:
         device: torch.device,
         ids: torch.Tensor | None = None,
         vocab_ops: VocabOps = PLAIN,
+        live: Sequence[bool] | None = None,
     ) -> None:
         """``vocab_size``: ids that may be drawn; ``width``: V of the target's logits, the width q must have.
 
         ``ids`` [W] int64: a draft that knows only these tokens, and whose logits [R, W] are of them; every other token
-        has probability zero.
+        has probability zero. ``live``: rows whose guess counts; None: all.
         """
         params = [view.params for view in views]
         self.width, self._inner = width, vocab_ops
         self.warp = Warp.of(params, vocab_size=vocab_size, eos=None, device=device)
         self.point = [p.greedy or p.rule == "coupled" for p in params]
         self._ids = ids
+        self._grammars = DraftMasks(views, live) if "structured" in self.warp.asks else None
         self._last: torch.Tensor | None = None
         self._q: list[torch.Tensor] = []
         # With nothing to process, the argmax of the few logits is the argmax of all: the wide row is never made.
@@ -72,13 +78,19 @@ class DraftSampler:
         if self._direct:
             assert self._ids is not None
             return self._ids[argmax(logits)]
+        wide, warp = fit(logits, self.width, self._ids), self.warp
+        if self._grammars is not None:
+            wide, allowed = self._grammars.applied(wide)
+            warp, self._last = replace(warp, allowed=allowed[:, None]), wide.masked_fill(~allowed, -torch.inf)
         tokens, q = draw_tokens(
-            fit(logits, self.width, self._ids),
-            self.warp,
-            None if self.warp.all_greedy else self._keys(offset),
+            wide,
+            warp,
+            None if warp.all_greedy else self._keys(offset),
             history=self._history,
             vocab_ops=self._inner,
         )
+        if self._grammars is not None:
+            tokens = self._grammars.took(tokens)
         if q is not None and not all(self.point):
             self._q.append(q)
         if self._history is not None:

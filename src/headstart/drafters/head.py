@@ -260,9 +260,8 @@ class HeadDrafter(Drafter):
         logits = self.net.logits(y)[:, 0]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        sampler = DraftSampler(
-            views, self.vocab_size, self.target.vocab_size, logits.device, self.net.ids, self.target.vocab_ops
-        )
+        wide, ops, live = self.target.vocab_size, self.target.vocab_ops, [key in asked for key in keys]
+        sampler = DraftSampler(views, self.vocab_size, wide, logits.device, self.net.ids, ops, live)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
         min_chance_to_extend, least_next = self._least(len(asked))
         reached: Tensor | float = 1.0

@@ -20,7 +20,7 @@ from ..types import DraftView, Proposal
 __all__ = ["SERVED", "kernel_chains"]
 
 #: penalties and bias are left to the target: a guess that heeds them takes several times as long to make here
-SERVED = Served("head kernel", DRAWING | RULES, PROCESSING | TENSORS_ONLY - RULES | {"logprobs"})
+SERVED = Served("head kernel", DRAWING | RULES, PROCESSING | TENSORS_ONLY - RULES | {"logprobs", "structured"})
 
 
 def kernel_chains(

@@ -187,7 +187,8 @@ class ModelDrafter(Drafter):
         ]
         some = next(view for view, _ in asked.values())  # idle rows draw as any other; it is thrown away
         views = [asked[key][0] if key in asked else some for key in keys]
-        sampler = DraftSampler(views, self.vocab_size, self.width, device, vocab_ops=self.runner.vocab_ops)
+        live = [key in asked for key in keys]
+        sampler = DraftSampler(views, self.vocab_size, self.width, device, vocab_ops=self.runner.vocab_ops, live=live)
 
         widest = max(map(len, feed))
         padded = [line + [0] * (widest - len(line)) for line in feed]

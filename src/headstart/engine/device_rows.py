@@ -36,12 +36,13 @@ _NEVER = 1 << 40  # a draft limit that no draft reaches
 
 #: what each program serves, the cheapest first
 _REST = PROCESSING | {"top_k", "logprobs"}
+_NONE = TENSORS_ONLY | {"structured"}  # masks are worked out on the host
 _DRAWN, _REJECTING = frozenset({"temperature", "top_p", "min_p"}), frozenset({"token", "block"})
 PROGRAMS: dict[Kind, Served] = {
-    "greedy": Served("greedy program", frozenset(), _REST | _DRAWN | _REJECTING | TENSORS_ONLY),
-    "coupled": Served("coupled program", _DRAWN, _REST | _REJECTING | TENSORS_ONLY),
-    "rejected": Served("rejected program", _DRAWN | _REJECTING, _REST | TENSORS_ONLY),
-    "full": Served("full program", _REST | _DRAWN | _REJECTING, TENSORS_ONLY),
+    "greedy": Served("greedy program", frozenset(), _REST | _DRAWN | _REJECTING | _NONE),
+    "coupled": Served("coupled program", _DRAWN, _REST | _REJECTING | _NONE),
+    "rejected": Served("rejected program", _DRAWN | _REJECTING, _REST | _NONE),
+    "full": Served("full program", _REST | _DRAWN | _REJECTING, _NONE),
 }
 
 

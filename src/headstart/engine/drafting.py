@@ -5,17 +5,21 @@ Knows: how long a guess may be, and that a drafter may be anybody's code. Does n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from time import perf_counter
 
 from ..config import MAX_GAMMA
 from ..types import Proposal
 from .context import RoundContext
+from .node_masks import held
 from .outcome import Rows
 from .proposal_check import checked
 from .sequence import Sequence
 
 __all__ = ["Drafted", "HostDrafts"]
+
+FEW = 4  # forced tokens; behind fewer the drafter may know more
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
         return Drafted(nothing)
     try:
         started = perf_counter()
-        expected = _predicted(context, sequences)
+        expected = _expected(context, sequences, limits)
         budgets = context.controller.budgets(sequences, _rest(context, limits, expected))
         if not any(budgets) and expected == nothing:
             return Drafted(nothing)
@@ -90,12 +94,33 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
                 device=context.runner.device,
                 sound_q=context.drafter.sound_q,
             )
-        found = [mine if mine is not None else guess for mine, guess in zip(expected, found, strict=True)]
+        found = [held(sequence, guess) for sequence, guess in zip(sequences, found, strict=True)]
+        found = [_longer(mine, guess) for mine, guess in zip(expected, found, strict=True)]
         found = context.controller.trim(sequences, found)
         return Drafted(found, perf_counter() - level + before - started, level - before)
     except Exception as error:
         context.drop_drafter(error)
         return Drafted(nothing)
+
+
+def _expected(context: RoundContext, sequences: list[Sequence], limits: list[int]) -> list[Proposal | None]:
+    """Guesses that need no drafter: what grammars leave no choice about, and predictions."""
+    found: list[Proposal | None] = []
+    for sequence, limit, guess in zip(sequences, limits, _predicted(context, sequences), strict=True):
+        forced = sequence.constraint.forced(min(limit, context.max_gamma)) if sequence.constraint is not None else ()
+        forced = tuple(takewhile(lambda token: token < context.vocab_size, forced))
+        only = replace(Proposal.chain(forced), forced=True) if forced and limit else None
+        found.append(_longer(only, held(sequence, guess)))
+    return found
+
+
+def _longer(one: Proposal | None, other: Proposal | None) -> Proposal | None:
+    """The first, unless it is forced and the other one goes on behind it."""
+    if one is None or other is None:
+        return one if one is not None else other
+    if one.forced and len(other) > len(one) and other.is_chain and other.tokens[: len(one)] == one.tokens:
+        return other
+    return one
 
 
 def _predicted(context: RoundContext, sequences: list[Sequence]) -> list[Proposal | None]:
@@ -112,7 +137,8 @@ def _rest(context: RoundContext, limits: list[int], expected: list[Proposal | No
     on_device = context.captured is not None and context.captured.drafting
     if on_device and any(guess is not None for guess in expected):
         return [0] * len(limits)
-    return [limit if guess is None else 0 for limit, guess in zip(limits, expected, strict=True)]
+    done = [guess is not None and not (guess.forced and len(guess) < FEW) for guess in expected]
+    return [0 if known else limit for limit, known in zip(limits, done, strict=True)]
 
 
 def _limits(context: RoundContext, sequences: list[Sequence]) -> list[int]:

@@ -92,8 +92,8 @@ class Reception:
             raise InvalidParameter(
                 "stop", "needs a tokenizer, and this model was given without one: use stop_token_ids"
             )
-        if request.params.structured is not None:
-            raise InvalidParameter("structured", "is not served yet; leave it out")
+        if request.params.structured is not None and request.grammar is None:
+            raise InvalidParameter("structured", "has to be compiled: LLM.request does so, for models with a tokenizer")
         request.longest(self.max_len)
 
     def _check_endings(self, params: SamplingParams) -> None:

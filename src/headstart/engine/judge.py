@@ -11,7 +11,7 @@ too, so that plain decoding and coupled speculation give the same tokens. *token
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -19,12 +19,14 @@ import torch
 
 from ..maths import noise
 from ..maths.asks import PROCESSING
+from ..maths.bitmask import unpacked
 from ..maths.distribution import History, Nodes, Warp, argmaxes, probabilities
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
 from ..maths.vocab_ops import PLAIN, DraftedChain, Rule, VocabOps
 from ..maths.warp import UNTOUCHED
-from ..types import Draw, Proposal, TokenLogprob, Verdict
+from ..types import Draw, Mask, Proposal, TokenLogprob, Verdict
+from .node_masks import node_masks
 from .sequence import Sequence
 
 __all__ = [
@@ -52,6 +54,7 @@ class Batch:
     proposals: list[Proposal | None]
     tokens: torch.Tensor  # [R, N+1] node tokens
     topology: Topology
+    masks: list[list[Mask | None]]  # of each row's nodes, nothing for rows without a grammar; see ``with_masks``
 
     @staticmethod
     def of(sequences: list[Sequence], proposals: list[Proposal | None], device: torch.device) -> Batch:
@@ -62,7 +65,19 @@ class Batch:
             topology = Topology.chain([len(d) for d in drafts], device)
         else:
             topology = Topology.of([p.parents if p is not None else () for p in proposals], device)
-        return Batch(sequences, proposals, torch.tensor(lines, device=device), topology)
+        return Batch(sequences, proposals, torch.tensor(lines, device=device), topology, [[] for _ in sequences])
+
+    def with_masks(self) -> Batch:
+        """The same, with what grammars allow."""
+        if all(s.constraint is None for s in self.sequences):
+            return self
+        pairs = zip(self.sequences, self.proposals, strict=True)
+        return replace(self, masks=[node_masks(sequence, proposal) for sequence, proposal in pairs])
+
+    def part(self, rows: Seq[int], device: torch.device) -> Batch:
+        """These rows alone."""
+        found = Batch.of([self.sequences[r] for r in rows], [self.proposals[r] for r in rows], device)
+        return replace(found, masks=[self.masks[r] for r in rows])
 
     @property
     def width(self) -> int:
@@ -97,7 +112,7 @@ def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: Voca
     for (group, _), rows in groups.items():
         part, part_logits = batch, logits
         if len(rows) < len(batch.sequences):
-            part = Batch.of([batch.sequences[r] for r in rows], [batch.proposals[r] for r in rows], logits.device)
+            part = batch.part(rows, logits.device)
             part_logits = logits[rows, : part.width]
         for row, verdict in zip(rows, _judge_group(group, part_logits, part, vocab_size, vocab_ops), strict=True):
             verdicts[row] = verdict
@@ -144,7 +159,7 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops
             prompt_length=sequence.prompt_length,
             tokens=proposal.tokens if proposal is not None else (),
             q=proposal.q if proposal is not None and proposal.draw != "point" else None,
-            endings=sequence.ending_ids,
+            endings=sequence.held_back,
         )
         x = logits[row, : len(chain.tokens) + 1, :vocab_size]
         if sequence.asks & PROCESSING:
@@ -169,7 +184,9 @@ def _judge_group(
     device = logits.device
     sequences = batch.sequences
     params = [s.params for s in sequences]
-    warp = Warp.of(params, vocab_size=vocab_size, eos=[tuple(s.ending_ids) for s in sequences], device=device)
+    warp = Warp.of(params, vocab_size=vocab_size, eos=[tuple(s.held_back) for s in sequences], device=device)
+    if any(batch.masks):
+        warp = replace(warp, allowed=unpacked(batch.masks, batch.width, logits.shape[-1], device))
     history = None
     if warp.needs_history:
         prompts = [s.tokens[: s.prompt_length] for s in sequences]

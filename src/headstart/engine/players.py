@@ -22,6 +22,7 @@ from .context import RoundContext
 from .device_rows import served
 from .drafting import Drafted, HostDrafts
 from .judge import Batch, judge, logprobs_along
+from .node_masks import looking_ahead
 from .outcome import Outcome, Rows, emitted
 from .sequence import Sequence
 
@@ -117,8 +118,9 @@ class StepByStep(Player):
         context = self._context
         clock = Clock(context.runner.device)
         batch = Batch.of(rows.sequences, drafted.proposals, context.runner.device)
-        logits = self._forward(batch, rows)
-        clock.stop()
+        with looking_ahead(rows.sequences, drafted.proposals):
+            logits = self._forward(batch, rows)
+            clock.stop()
         return judged(context, logits, batch, clock.seconds(), drafted.seconds, drafted.catch_up_seconds)
 
     def forget(self) -> None:
@@ -188,6 +190,7 @@ def judged(
 
     ``seconds`` that the forward took; and those of ``Drafted``.
     """
+    batch = batch.with_masks()
     verdicts = judge(logits, batch, context.vocab_size, context.runner.vocab_ops)
     logprobs: list[list[TokenLogprob]] = []
     for sequence, proposal, verdict, row in zip(batch.sequences, batch.proposals, verdicts, logits, strict=True):

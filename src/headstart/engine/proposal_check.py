@@ -72,7 +72,7 @@ def _checked(p: object, budget: int, width: int, device: torch.device, sound_q: 
     q = _checked_q(p, tokens, parents, width, device, sound_q)
     if type(p) is Proposal and tokens is p.tokens and parents is p.parents and q is p.q and strength is p.strength:
         return p
-    return Proposal(tokens, parents, q, p.draw, strength, bool(p.paid), bool(p.predicted))
+    return Proposal(tokens, parents, q, p.draw, strength, bool(p.paid), bool(p.predicted), bool(p.forced))
 
 
 def _whole(values: Any, name: str, most: int) -> tuple[int, ...]:

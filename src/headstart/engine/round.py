@@ -120,7 +120,9 @@ def _commit(context: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
         if sequence.finished:  # it ended in the round before, which this one was launched ahead of
             continue
         if verdict is None:
-            sequence.end("error", "the target's numbers broke down here (NaN, or no token left to draw)")
+            fault = sequence.constraint.fault if sequence.constraint is not None else None
+            numbers = "the target's numbers broke down here (NaN, or no token left to draw)"
+            sequence.end("error", fault or numbers)
             continue
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
         kept[i] = sequence.commit(emitted(outcome.proposals[i], verdict), verdict.origin, outcome.logprobs[i])
@@ -155,6 +157,7 @@ def _records(context: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int]
             drafter=drafter,
             paid=proposal is not None and proposal.paid,
             predicted=proposal is not None and proposal.predicted,
+            forced=proposal is not None and proposal.forced,
         )
         if kept[i]:
             sequence.tally.add(record)

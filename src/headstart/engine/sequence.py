@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..maths.asks import Asks, asks_of
 from ..maths.noise import derive
-from ..types import Choice, FinishReason, Origin, Piece, Request, SamplingParams, TokenLogprob
+from ..types import Choice, Constraint, FinishReason, Origin, Piece, Request, SamplingParams, TokenLogprob
 from .stats import Tally
 
 __all__ = ["Committed", "Sequence", "TextSink"]
@@ -64,6 +64,9 @@ class Sequence:
         self.prediction = request.prediction
         # Ids that end the text, and that ``min_tokens`` therefore holds back.
         self.ending_ids = frozenset(self.params.stop_token_ids or ()).union(() if self.params.ignore_eos else eos)
+        self.constraint: Constraint | None = None
+        if request.grammar is not None:
+            self.constraint = request.grammar.begin(endings=self.ending_ids, min_tokens=self.params.min_tokens)
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.settled = False  # it has ended, and the engine holds nothing for it any more
@@ -114,6 +117,11 @@ class Sequence:
         return self._asks
 
     @property
+    def held_back(self) -> frozenset[int]:
+        """Ids that ``min_tokens`` holds back. Not where a grammar does so itself: it knows when there is no choice."""
+        return self.ending_ids if self.constraint is None else frozenset()
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -140,7 +148,10 @@ class Sequence:
             text, stopped = self._sink.push(token, check_stop=self.output_length >= self.params.min_tokens)
         # "stop" wins over "length" when both fall on the same token.
         reason: FinishReason | None = None
-        if stopped or token in self.ending_ids:
+        if self.constraint is not None:
+            self.constraint.take(token)
+        over = self.constraint is not None and self.constraint.over
+        if stopped or over or token in self.ending_ids:
             reason = "stop"
         elif self.remaining <= 0:
             reason = "length"

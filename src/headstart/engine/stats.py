@@ -46,6 +46,8 @@ class Tally:
         if r.predicted:
             sums["predicted"] += r.drafted
             sums["predicted_accepted"] += r.accepted
+        if r.forced:
+            sums["forced"] += r.drafted
         if not r.prefill:
             sums["decode_tokens"] += r.emitted
             sums["decode_seconds"] += r.round_seconds

@@ -57,9 +57,9 @@ DRAWING = frozenset({"temperature", "top_p", "top_k", "min_p"})
 #: the rules that are asked for by name, instead of the field: ``coupled`` needs nothing but the target's own draw
 RULES = frozenset(get_args(Verification)) - {"coupled"}
 #: what is done before temperature and truncation, or after them
-OTHERS = PROCESSING | RULES | {"logprobs"}
+OTHERS = PROCESSING | RULES | {"logprobs", "structured"}
 #: fields and rules that have no faster way yet: all backends but the tensors decline them
-TENSORS_ONLY: Asks = frozenset({"structured"})
+TENSORS_ONLY: Asks = frozenset()
 
 
 def asks_of(params: SamplingParams) -> Asks:

@@ -1,7 +1,8 @@
 """Logits -> the distribution a token is drawn from.
 
 Knows: the order of processing, which is vLLM's: vocabulary mask, logit_bias, min_tokens, penalties (repetition, then
-frequency and presence), temperature, min-p, top-k, top-p, softmax. One code path for the target and the draft.
+frequency and presence), a grammar's mask, temperature, min-p, top-k, top-p, softmax. One code path for the target and
+the draft.
 Does not know: where logits come from, or what is drawn.
 
 Everything is worked out for R rows and N nodes at once; at a node of a draft, penalties and min_tokens see that node's
@@ -126,6 +127,8 @@ def processed(logits: Tensor, warp: Warp, **nodes: Unpack[Nodes]) -> Tensor:
         if history is None:
             raise ValueError("a row uses a penalty, so the history is needed")
         x = _penalties(x, warp, history, nodes.get("tokens"), topology)
+    if warp.allowed is not None:  # a sum, so that NaN stays where it is
+        x = x + torch.where(warp.allowed, 0.0, -torch.inf).to(x.dtype)
     return x
 
 

@@ -20,7 +20,9 @@ from .limits import NO_TOP_K
 __all__ = ["UNTOUCHED", "History", "Warp", "temperature_of"]
 
 #: the likeliest token of logits that nothing is done to
-UNTOUCHED = Served("untouched logits", frozenset({"logprobs"}), DRAWING | PROCESSING | RULES | TENSORS_ONLY)
+UNTOUCHED = Served(
+    "untouched logits", frozenset({"logprobs"}), DRAWING | PROCESSING | RULES | TENSORS_ONLY | {"structured"}
+)
 
 _COLD = 0.01  # below this temperature the largest logit is subtracted first, so that the quotient cannot overflow
 
@@ -45,6 +47,7 @@ class Warp:
     repetition: Tensor | None  # [R]
     frequency: Tensor | None  # [R]
     presence: Tensor | None  # [R]
+    allowed: Tensor | None = None  # [R, N, V] bool: what grammars let each node go on with
 
     @staticmethod
     def of(

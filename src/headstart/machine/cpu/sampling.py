@@ -28,7 +28,7 @@ from .library import each, kernels, pool
 __all__ = ["REJECTING", "SAMPLES", "SERVED", "Knobs", "knobs_of", "vocab_ops_for"]
 
 #: log-probabilities are read off the same logits
-SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs"}, TENSORS_ONLY)
+SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs"}, TENSORS_ONLY | {"structured"})
 #: what hs_sample reads of a ``Warp``; the rest is done before it, or after
 _READ = frozenset({"temperature", "top_p", "top_k", "min_p"})
 SAMPLES = Served("C++ sampling", _READ | OTHERS, TENSORS_ONLY - OTHERS)

@@ -1,0 +1,293 @@
+"""Where a text stands in a grammar, and what may come next.
+
+Knows: committed and drafted tokens, a grammar that reads them (``Matcher``), free text before it, and what ends a text.
+Does not know: how grammars are compiled (``grammar``), logits, rounds.
+
+A mask follows from the text alone, so it is the same whoever asks, in whatever order. Where the grammar leaves only one
+way to go on, the mask has one bit: the token that the tokenizer itself would write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+
+from ..maths.bitmask import allows
+from ..types import Mask
+
+__all__ = ["CompiledGrammar", "GrammarState", "Matcher", "Vocabulary", "computed", "first_line"]
+
+
+class Matcher(Protocol):
+    """What is used of llguidance's ``LLMatcher``. One that failed stays so."""
+
+    def deep_copy(self) -> Matcher: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def is_stopped(self) -> bool:
+        """Nothing can follow but an eos token."""
+
+    def is_accepting(self) -> bool:
+        """The text may end here."""
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of them could be consumed."""
+
+    def compute_ff_tokens(self) -> list[int]:
+        """Tokens that must come next, as the tokenizer would write them."""
+
+    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer's tokens as bytes."""
+
+    size: int
+    eos: frozenset[int]  # what ends a text where the grammar lets it end
+    spelt: Callable[[int], bytes]
+    split: Callable[[bytes], list[int]]  # bytes -> tokens
+
+    @property
+    def words(self) -> int:
+        """Of a mask."""
+        return (self.size + 31) // 32
+
+    def one(self, token: int) -> Mask:
+        row = np.zeros(self.words, np.uint32)
+        row[token >> 5] = np.uint32(1 << (token & 31))
+        return row
+
+    def all(self) -> Mask:
+        return np.full(self.words, 0xFFFFFFFF, np.uint32)
+
+
+def computed(matcher: Matcher, vocabulary: Vocabulary) -> Mask:
+    """The matcher's mask."""
+    row = np.zeros(vocabulary.words, np.uint32)
+    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    return row
+
+
+def first_line(text: str) -> str:
+    """Of an error: the rest is about the library's insides."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason was given")[:300]
+
+
+class CompiledGrammar:
+    """See ``types.Grammar``."""
+
+    def __init__(self, tokens: Vocabulary, matcher: Matcher, after: str | None) -> None:
+        self.tokens, self._matcher = tokens, matcher
+        self.after = after.encode() if after is not None else b""
+        last = self.after[-1:]
+        spelt = ((token, tokens.spelt(token)) for token in range(tokens.size if last else 0))
+        longer = [(token, text) for token, text in spelt if last in text[:-1]]
+        #: by how much of ``after`` is there already
+        self._overhang = [self._allowed_behind(self.after[:n], longer) for n in range(len(self.after))]
+
+    def begin(self, *, endings: frozenset[int], min_tokens: int) -> GrammarState:
+        return GrammarState(self, endings, min_tokens)
+
+    def fresh(self) -> Matcher:
+        return self._matcher.deep_copy()
+
+    def overhang(self, tail: bytes) -> Mask | None:
+        """What may follow free text that ends like this: anything (None) but tokens that go on behind the end of
+        ``after`` with what the grammar does not begin with."""
+        reached = next(n for n in range(len(self.after) - 1, -1, -1) if tail.endswith(self.after[:n]))
+        return self._overhang[reached]
+
+    def _allowed_behind(self, tail: bytes, tokens: Sequence[tuple[int, bytes]]) -> Mask | None:
+        matcher, wrong = self.fresh(), []
+        for token, spelt in tokens:
+            rest = behind(tail + spelt, self.after)
+            if rest:
+                line = self.tokens.split(rest)
+                if matcher.validate_tokens(line) < len(line):
+                    wrong.append(token)
+        if not wrong:
+            return None
+        row = self.tokens.all()
+        for token in wrong:
+            row[token >> 5] &= ~np.uint32(1 << (token & 31))
+        return row
+
+
+def behind(text: bytes, mark: bytes) -> bytes | None:
+    """What stands behind the first ``mark``; None: it is not there."""
+    _, found, rest = text.partition(mark)
+    return rest if found else None
+
+
+class _Place:
+    """A place in a grammar, or before it: in the free text up to ``after``."""
+
+    __slots__ = ("endings", "fault", "grammar", "matcher", "others", "over", "tail")
+
+    def __init__(self, grammar: CompiledGrammar, endings: frozenset[int]) -> None:
+        self.grammar, self.endings = grammar, endings
+        self.others = endings - grammar.tokens.eos  # llguidance knows when the eos tokens may come
+        self.matcher = grammar.fresh() if not grammar.after else None  # None: in the free text
+        self.tail = b""  # the end of the free text
+        self.over = False
+        self.fault: str | None = None
+
+    def copy(self) -> _Place:
+        found: _Place = object.__new__(_Place)
+        found.grammar, found.tail = self.grammar, self.tail
+        found.endings, found.others = self.endings, self.others
+        found.matcher = self.matcher.deep_copy() if self.matcher is not None else None
+        found.over, found.fault = self.over, self.fault
+        return found
+
+    def take(self, token: int) -> None:
+        if self.over or self.fault is not None:
+            return
+        if token in self.endings:
+            self.over = True
+        elif self.matcher is not None:
+            self._advance([token])
+        else:
+            text, mark = self.tail + self.grammar.tokens.spelt(token), self.grammar.after
+            rest = behind(text, mark)
+            self.tail = text[-len(mark) :]
+            if rest is not None:
+                self.matcher = self.grammar.fresh()
+                self._advance(self.grammar.tokens.split(rest) if rest else [])
+
+    def _advance(self, tokens: list[int]) -> None:
+        assert self.matcher is not None
+        if tokens and not self.matcher.consume_tokens(tokens):
+            self._fail()
+        else:
+            self.over = self.matcher.is_stopped()
+
+    def _fail(self) -> None:
+        assert self.matcher is not None
+        self.fault = f"the grammar could not be followed here: {first_line(self.matcher.get_error())}"
+
+    def forced(self) -> list[int]:
+        if self.over or self.fault is not None or self.matcher is None:
+            return []
+        return self.matcher.compute_ff_tokens()
+
+    def mask(self) -> Mask | None:
+        """No bit where the grammar cannot be followed; anything (None) behind its end, where nothing counts."""
+        tokens = self.grammar.tokens
+        if self.over:
+            return None
+        if self.fault is not None:
+            return np.zeros(tokens.words, np.uint32)
+        if self.matcher is None:
+            return self.grammar.overhang(self.tail)
+        if forced := self.forced():
+            return tokens.one(forced[0])
+        row = computed(self.matcher, tokens)
+        if self.matcher.is_error():
+            self._fail()
+            return np.zeros(tokens.words, np.uint32)
+        if self.others and self.matcher.is_accepting():
+            for token in self.others:  # ids of the request's own end a text where it may end
+                if token < tokens.size:
+                    row[token >> 5] |= np.uint32(1 << (token & 31))
+        return row
+
+
+class GrammarState:
+    """See ``types.Constraint``."""
+
+    def __init__(self, grammar: CompiledGrammar, endings: frozenset[int], min_tokens: int) -> None:
+        self._base = _Place(grammar, endings)
+        self._min_tokens, self._taken = min_tokens, 0
+        self._words = grammar.tokens
+        self._ahead: tuple[tuple[int, ...], _Place] | None = None  # a place behind drafted tokens, and which
+        self._known: dict[tuple[int, ...], Mask | None] = {}  # masks behind drafted tokens, until one is committed
+        self._fault: str | None = None  # of a place behind drafted tokens
+        self._lock = Lock()
+
+    @property
+    def over(self) -> bool:
+        return self._base.over
+
+    @property
+    def fault(self) -> str | None:
+        return self._base.fault or self._fault
+
+    def take(self, token: int) -> None:
+        with self._lock:
+            self._ahead, self._fault = None, None
+            self._known.clear()
+            self._taken += 1
+            self._base.take(token)
+
+    def mask(self, drafted: tuple[int, ...]) -> Mask | None:
+        with self._lock:
+            return self._mask(drafted)
+
+    def fits(self, drafted: Sequence[int]) -> int:
+        line, count = tuple(drafted), 0
+        with self._lock:
+            while count < len(line) and line[:count] in self._known:
+                row = self._known[line[:count]]
+                if row is not None and not allows(row, line[count]):
+                    return count
+                count += 1
+            while count < len(line):
+                with self._at(line[:count]) as place:
+                    if place.over or place.fault is not None:
+                        return count
+                    if place.matcher is not None and not place.endings.intersection(line[count:]):
+                        return count + place.matcher.validate_tokens(list(line[count:]))
+                row = self._mask(line[:count])  # free text, or its end: a token at a time
+                if row is not None and not allows(row, line[count]):
+                    return count
+                count += 1
+        return count
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._base.forced()[:most])
+
+    def _mask(self, drafted: tuple[int, ...]) -> Mask | None:
+        if drafted not in self._known:
+            with self._at(drafted) as place:
+                row = place.mask()
+                self._fault = self._fault or (place.fault if place is not self._base else None)
+            if self._taken + len(drafted) < self._min_tokens and not self._over(drafted):
+                row = self._held_back(row)
+            self._known[drafted] = row
+        return self._known[drafted]
+
+    def _over(self, drafted: tuple[int, ...]) -> bool:
+        with self._at(drafted) as place:
+            return place.over
+
+    def _held_back(self, row: Mask | None) -> Mask:
+        """Without what would end the text, unless there is nothing else."""
+        found = row.copy() if row is not None else self._words.all()
+        for token in self._base.endings:
+            if token < self._words.size:
+                found[token >> 5] &= ~np.uint32(1 << (token & 31))
+        return found if row is None or found.any() else row
+
+    @contextmanager
+    def _at(self, drafted: tuple[int, ...]) -> Iterator[_Place]:
+        """The place behind drafted tokens. One is kept; an interruption in the middle of a move leaves none."""
+        if not drafted:
+            yield self._base
+            return
+        kept, self._ahead = self._ahead, None
+        if kept is None or drafted[: len(kept[0])] != kept[0]:
+            kept = (), self._base.copy()
+        at, place = kept
+        for token in drafted[len(at) :]:
+            place.take(token)
+        yield place
+        self._ahead = drafted, place

@@ -1,0 +1,248 @@
+"""JSON schemas, regexes, choices and grammars on tiny models: answers are what was asked for; drafts change none."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from time import monotonic
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from headstart import LLM, InvalidParameter, SamplingParams, Structured
+from headstart.machine.grammar import Grammars
+from headstart.maths.bitmask import allows
+from headstart.testing import TINY_VOCABULARY, tiny_model, tiny_tokenizer
+
+FORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "camel"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+TOKENIZER = tiny_tokenizer()
+MODEL = tiny_model("llama")
+
+
+def llm(draft: Any = None, **settings: Any) -> LLM:
+    return LLM(MODEL, draft, tokenizer=TOKENIZER, check=False, **{"max_model_len": 192, "gamma": 4} | settings)
+
+
+PLAIN = llm()
+
+
+def grammars(**settings: Any) -> Grammars:
+    return Grammars(TOKENIZER, width=TINY_VOCABULARY, eos=(2,), **settings)
+
+
+def check_form(text: str) -> None:
+    found = json.loads(text)
+    assert list(found) == ["name", "age", "kind"]
+    assert len(found["name"]) <= 4
+    assert 0 <= found["age"] <= 120
+    assert found["kind"] in ("cat", "dog", "camel")
+
+
+@pytest.mark.parametrize("draft", ["lookup", "another model", "itself"])
+def test_drafts_change_nothing(draft: str) -> None:
+    drafts = {"lookup": "lookup", "another model": tiny_model("llama", seed=1), "itself": MODEL}
+    drafted = llm(drafts[draft])
+    asked = [
+        SamplingParams(max_tokens=90, temperature=0, structured=Structured(json=FORM)),
+        SamplingParams(max_tokens=90, seed=3, n=2, logprobs=2, structured=Structured(json=FORM)),
+        SamplingParams(max_tokens=90, seed=4, top_p=0.9, presence_penalty=1.0, structured=Structured(json=FORM)),
+        SamplingParams(max_tokens=40, seed=5, structured=Structured(regex="[a-f]{3,9}-[0-9]+"), stop=["7"]),
+        SamplingParams(max_tokens=40, seed=6, structured=Structured(choice=["yes", "no", "not at all"])),
+        SamplingParams(max_tokens=12, seed=7),
+    ]
+    together = drafted.generate([f"hello {i}" for i in range(6)], asked)
+    for i, found in enumerate(together):
+        alone = PLAIN.generate(f"hello {i}", asked[i])
+        assert [c.text for c in found.choices] == [c.text for c in alone.choices]
+        assert [c.token_ids for c in found.choices] == [c.token_ids for c in alone.choices]
+        assert [c.finish_reason for c in found.choices] == [c.finish_reason for c in alone.choices]
+        if alone.logprobs is not None and found.logprobs is not None:
+            pairs = zip(found.logprobs, alone.logprobs, strict=True)
+            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
+    for found in together[:3]:
+        for choice in found.choices:
+            check_form(choice.text)
+            assert choice.finish_reason == "stop"
+            assert choice.stats.forced
+            assert choice.stats.rounds < choice.stats.tokens
+    assert together[4].text in ("yes", "no", "not at all")
+    assert drafted.engine.inactive_reason is None
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rejection_sampling_gives_valid_answers(rule: Any) -> None:
+    drafted = llm(tiny_model("llama", seed=1))
+    params = SamplingParams(max_tokens=90, verification=rule, n=6, structured=Structured(json=FORM))
+    for choice in drafted.generate("hello", params).choices:
+        check_form(choice.text)
+    assert 0.1 < drafted.stats.acceptance_rate < 1
+
+
+def test_every_kind() -> None:
+    def answer(asked: Structured, **settings: Any) -> str:
+        found = PLAIN.generate("a", SamplingParams(**{"max_tokens": 60, "seed": 1, "structured": asked} | settings))
+        assert found.error is None
+        return found.text
+
+    assert re.fullmatch("[ab]{5}(x|y)", answer(Structured(regex="[ab]{5}(x|y)")))
+    odd = ['a "quoted" one', "back\\slash", "two\nlines", "ends /i", "%$#"]
+    assert {answer(Structured(choice=odd), seed=i, temperature=5.0) for i in range(12)} <= set(odd)
+    lark = 'start: "(" (start | DIGIT) ")"\nDIGIT: /[0-9]/'
+    text = answer(Structured(grammar=lark), max_tokens=100)
+    assert text.strip("()").isdigit()
+    assert text.count("(") == text.count(")")
+    inside = '{"enum": [{"a": [1, 2]}], "x-guidance": {"whitespace_flexible": false}}'
+    assert answer(Structured(grammar=f'start: "x " %json {inside}')) == 'x {"a":[1,2]}'
+    schema = {"enum": [{"a": [1, 2], "b": None}]}
+    assert answer(Structured(json=schema)) == '{"a": [1, 2], "b": null}'
+    assert answer(Structured(json=schema, disable_any_whitespace=True)) == '{"a":[1,2],"b":null}'
+    loose = answer(Structured(json=schema, whitespace_pattern="[ \n]{0,3}"), temperature=5.0)
+    assert json.loads(loose) == schema["enum"][0]
+    assert answer(Structured(json_object=True)).startswith("{")
+    assert answer(Structured(json=True))[:1] in '{["0123456789-tfn'
+
+
+def test_what_ends_a_text() -> None:
+    def finished(**settings: Any) -> Any:
+        given: dict[str, Any] = {"max_tokens": 50, "temperature": 0, "structured": Structured(regex="(ab)+")}
+        return PLAIN.generate("a", SamplingParams(**given | settings))
+
+    bias = {TOKENIZER.eos_token_id: 100.0}
+    assert finished(logit_bias=bias).text == "ab"  # as soon as it may
+    assert finished(logit_bias=bias, min_tokens=5).text == "ababab"
+    assert finished(logit_bias=bias, ignore_eos=True).finish_reason == "stop"  # the grammar's end is the end
+    spare = 100  # a token of the request's own ends a text where it may end, though the grammar has no such text
+    assert finished(logit_bias={spare: 100.0}, stop_token_ids=[spare]).text == "ab"
+    forced = finished(structured=Structured(choice=["yes"]), min_tokens=9)
+    assert (forced.text, forced.finish_reason, len(forced.token_ids)) == ("yes", "stop", 3)
+    assert finished(structured=Structured(choice=["yes"]), max_tokens=2).finish_reason == "length"
+    assert finished(structured=Structured(choice=["yes"]), max_tokens=3).finish_reason == "stop"
+
+
+def test_free_text_before_the_grammar() -> None:
+    """Wherever a draft puts the end of it, the grammar begins behind it."""
+    asked = Structured(choice=["yes", "no"], after="=>")
+    bias = {TOKENIZER.convert_tokens_to_ids(c): 9.0 for c in "=>"}
+    params = SamplingParams(max_tokens=80, seed=2, structured=asked, logit_bias=bias, n=4)
+    expected = PLAIN.generate("a", params)
+    for choice in expected.choices:
+        _, mark, rest = choice.text.partition("=>")
+        assert mark
+        assert rest in ("yes", "no")
+        assert choice.finish_reason == "stop"
+    assert len({choice.text.partition("=>")[0] for choice in expected.choices}) > 1
+    for draft in (MODEL, "lookup"):
+        found = llm(draft).generate("a", params)
+        assert [c.text for c in found.choices] == [c.text for c in expected.choices]
+    never = SamplingParams(max_tokens=9, temperature=0, structured=Structured(choice=["yes"], after="never this"))
+    plain = SamplingParams(max_tokens=9, temperature=0)
+    assert PLAIN.generate("a", never).token_ids == PLAIN.generate("a", plain).token_ids
+
+
+def test_a_token_that_goes_on_behind_the_free_text() -> None:
+    """The tokenizer has <spare0> .. <spare12>: its ">" ends the free text, or is followed by a digit too many."""
+    state = grammars().compile(Structured(choice=["re1", "x"], after="spa")).begin(endings=frozenset({2}), min_tokens=0)
+    row = state.mask(())
+    assert row is not None
+    spare = [TOKENIZER.convert_tokens_to_ids(f"<spare{i}>") for i in (0, 1, 2, 11)]
+    assert [allows(row, token) for token in spare] == [False] * 4  # "re1>" is not how an answer goes on
+    assert allows(row, TOKENIZER.convert_tokens_to_ids("a"))
+    state = grammars().compile(Structured(regex="re1+>!", after="spa")).begin(endings=frozenset({2}), min_tokens=0)
+    row = state.mask(())
+    assert row is not None
+    assert [allows(row, token) for token in spare] == [False, True, False, True]
+    assert state.fits([spare[1], 4]) == 1
+    state.take(spare[3])
+    assert state.forced(9) == (TOKENIZER.convert_tokens_to_ids("!"),)
+
+
+def test_asking_about_drafts_moves_nothing() -> None:
+    state = grammars().compile(Structured(regex="a[bc]d")).begin(endings=frozenset({2}), min_tokens=0)
+    a, b, c, d = TOKENIZER.convert_tokens_to_ids(list("abcd"))
+    assert state.forced(5) == (a,)
+    assert [state.fits(line) for line in ([a, b, d], [a, d], [b], [a, c, c])] == [3, 1, 0, 2]
+    masks = [state.mask(path) for path in ((), (a,), (a, b), (a, c))]
+    found = [[t for t in range(TINY_VOCABULARY) if allows(m, t)] for m in masks if m is not None]
+    assert found == [[a], [b, c], [d], [d]]
+    assert state.mask((a, b, d)) is None  # the end: nothing counts any more
+    assert not state.over
+    for token in (a, c, d):
+        assert not state.over
+        state.take(token)
+    assert state.over
+    assert state.forced(5) == ()
+    assert state.mask(()) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"regex": "a(b"}, "structured.regex cannot be compiled"),
+        ({"regex": "a(?=b)"}, "structured.regex cannot be compiled"),
+        ({"regex": r"[^\s\S]"}, "structured.regex"),
+        ({"regex": "日"}, "structured.regex"),  # no token spells it
+        ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
+        ({"json": {"$ref": "#"}}, "structured.json"),
+        ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+        ({"json": False}, "allows no answer"),
+        ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}}, "structured.json cannot be"),
+        ({"grammar": "start: foo"}, "unknown name"),
+    ],
+)
+def test_bad_grammars_are_refused_with_the_reason(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameter, match=re.escape(said)) as error:
+        PLAIN.request("a", SamplingParams(structured=Structured(**asked)))
+    assert error.value.field.startswith("structured")
+    assert len(str(error.value)) < 400
+
+
+def test_what_takes_long_is_refused_after_a_deadline_and_nobody_waits_for_it() -> None:
+    slow = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
+    made = grammars(deadline=0.01)
+    made.compile(Structured(regex="a"))
+    begun = threading.Event()
+
+    def ask() -> None:
+        begun.set()
+        with pytest.raises(InvalidParameter, match=r"takes more than 0\.01 s to compile: make it smaller"):
+            made.compile(Structured(json=slow))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert begun.wait(5)
+    started = monotonic()
+    while made._running and monotonic() < started + 60:
+        made.compile(Structured(regex="a"))  # kept: no place is needed
+    thread.join()
+
+
+def test_compiled_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.machine.grammar.KEPT", 2)
+    made = grammars()
+    one, two, three = (Structured(regex=text) for text in "abc")
+    first = made.compile(one)
+    assert made.compile(one) is first
+    made.compile(two)
+    made.compile(one)
+    made.compile(three)
+    assert list(made._kept) == [one, three]
+    assert made.compile(one) is first
+
+
+def test_without_a_tokenizer() -> None:
+    bare = LLM(MODEL, None, check=False, max_model_len=64)
+    with pytest.raises(InvalidParameter, match="needs a tokenizer, and this model was given without one"):
+        bare.generate([1, 2], SamplingParams(structured=Structured(regex="a")))
