@@ -26,7 +26,7 @@ from headstart.machine.runner import EagerRunner
 from headstart.maths.limits import AGREEMENT_TEMPERATURE
 from headstart.maths.vocab_ops import Rule
 from headstart.testing import TINY_VOCABULARY, tiny_model
-from headstart.types import DraftView, Proposal, Request, SamplingParams
+from headstart.types import DraftView, Grammar, Proposal, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(isinstance(load_kernels(), str), reason=str(load_kernels()))
 
@@ -53,6 +53,7 @@ class View:
     id: str = "a"
     prompt_length: int = 0
     prediction: tuple[int, ...] = ()
+    constraint: None = None
 
 
 def net(config: HeadConfig = CONFIG) -> HeadNet:
@@ -259,7 +260,14 @@ class Recorder(HeadDrafter):
         return found
 
 
-def drafted(settings: SamplingParams, *, quantized: bool = False, kernel: bool = True, rows: int) -> tuple[object, ...]:
+def drafted(
+    settings: SamplingParams,
+    *,
+    quantized: bool = False,
+    kernel: bool = True,
+    rows: int,
+    grammar: Grammar | None = None,
+) -> tuple[object, ...]:
     """The texts of four prompts, and all that was proposed on the way."""
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = tiny_model("llama", **shape, head_dim=32)
@@ -288,7 +296,7 @@ def drafted(settings: SamplingParams, *, quantized: bool = False, kernel: bool =
     )
     generator = torch.Generator().manual_seed(3)
     lines = [torch.randint(3, TINY_VOCABULARY, (3 + 9 * i,), generator=generator).tolist() for i in range(4)]
-    handles = [engine.submit(Request(f"r{i}", tuple(line), settings)) for i, line in enumerate(lines)]
+    handles = [engine.submit(Request(f"r{i}", tuple(line), settings, (), grammar)) for i, line in enumerate(lines)]
     while not engine.idle:
         engine.step()
     assert engine.parts.inactive is None, engine.parts.inactive

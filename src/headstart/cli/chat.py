@@ -19,6 +19,7 @@ from .conversation import Conversation, Ended
 from .lines import Lines
 from .options import MaxTokens, ModelOptions, SamplingOptions, Temperature, TopP, section
 from .screen import Answer, closing_line, legend, note, what_runs
+from .structured import StructuredOptions
 
 __all__ = ["ChatSampling", "chat"]
 
@@ -39,13 +40,14 @@ def chat(
     system: Annotated[str | None, section("Conversation")(of="TEXT", help="The system message.")] = None,
     model: ModelOptions,
     sampling: ChatSampling,
+    shape: StructuredOptions,
 ) -> None:
     """Talk to a model.
 
     /help lists what can be typed besides messages. Ctrl-C stops an answer, Ctrl-D ends. Where standard input is no
     terminal, each line is a message, and only the answers go to standard output.
     """
-    params = sampling.params()
+    params = sampling.params(structured=shape.structured())
     llm = model.open()
     if not llm.has_chat_template:
         raise InvalidParameter("model", "has no chat template; 'headstart generate' continues text as it is")

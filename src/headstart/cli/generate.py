@@ -20,6 +20,7 @@ from .answers import answered, as_json, ask, in_order
 from .options import FullSamplingOptions, ModelOptions, section
 from .prompts import Question, one_question, questions_in
 from .screen import Answer, closing_line, facts, legend, note, summary, what_runs
+from .structured import StructuredOptions
 
 __all__ = ["generate"]
 
@@ -58,6 +59,7 @@ def generate(
     model: ModelOptions,
     max_rows: MaxRows = None,
     sampling: FullSamplingOptions,
+    shape: StructuredOptions,
 ) -> None:
     """Complete a prompt, or many from a file.
 
@@ -69,7 +71,7 @@ def generate(
     if prompts is not None and prompt is not None:
         raise InvalidParameter("prompt", "and --prompts are both given; which of them?")
     questions = [one_question(prompt, prediction)] if prompts is None else questions_in(prompts, prediction)
-    params = sampling.params(logprobs=logprobs)
+    params = sampling.params(logprobs=logprobs, structured=shape.structured())
     wanted = len(questions) * params.n
     llm = model.open(rows=min(wanted, EngineConfig.max_rows) if max_rows is None else max_rows)
     begun = perf_counter()

@@ -181,9 +181,8 @@ class AdaptiveController:
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
-        if drafted:
-            self._rest.end()
-            self._rest_of_free.end()
+        for rest in (self._rest, self._rest_of_free) if drafted else ():
+            rest.end()
         if paid:
             self._time_draft(first, paid)
         probe = drafted and self._why != _PAYS

@@ -29,6 +29,11 @@ class DraftMasks:
         self._drafted: list[tuple[int, ...]] = [() for _ in views]
         self._ended = [False] * len(views)  # nothing of the grammar's can be drafted any more
 
+    @property
+    def masked(self) -> list[bool]:
+        """Which rows have a grammar."""
+        return [constraint is not None for constraint in self._rows]
+
     def mask(self, row: int) -> Mask | None:
         """What may follow what a row drafted; None: anything."""
         constraint = self._rows[row]

@@ -16,11 +16,12 @@ from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HEAT
 from ..maths.vocab_ops import Rule
 from ..types import DraftView, Proposal
+from .draft_masks import DraftMasks
 
 __all__ = ["SERVED", "kernel_chains"]
 
 #: penalties and bias are left to the target: a guess that heeds them takes several times as long to make here
-SERVED = Served("head kernel", DRAWING | RULES, PROCESSING | TENSORS_ONLY - RULES | {"logprobs", "structured"})
+SERVED = Served("head kernel", DRAWING | RULES | {"structured"}, PROCESSING | TENSORS_ONLY - RULES | {"logprobs"})
 
 
 def kernel_chains(
@@ -42,6 +43,7 @@ def kernel_chains(
         knobs = [_knobs(view) for view in views]
     drawn = [row.rule in REJECTING for row in knobs]
     q = torch.empty(len(views), max(budgets), kernel.config.target_vocab) if any(drawn) else None
+    masks = DraftMasks(views, [budget > 0 for budget in budgets])
     drafted = kernel.chains(
         starts,
         feed,
@@ -52,6 +54,7 @@ def kernel_chains(
         least_next=least[1],
         knobs=knobs,
         q=q,
+        masks=masks if any(masks.masked) else None,
     )
     if q is None:
         return [Proposal.chain(line) for line in drafted]

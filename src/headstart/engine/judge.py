@@ -160,6 +160,7 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops
             tokens=proposal.tokens if proposal is not None else (),
             q=proposal.q if proposal is not None and proposal.draw != "point" else None,
             endings=sequence.held_back,
+            masks=batch.masks[row],
         )
         x = logits[row, : len(chain.tokens) + 1, :vocab_size]
         if sequence.asks & PROCESSING:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..types import SamplingParams, Verification
+from ..types import Mask, SamplingParams, Verification
 from . import noise
 from .argmax import argmax
 from .asks import Asks, Served
@@ -37,6 +37,7 @@ class DraftedChain(NamedTuple):
     tokens: Sequence[int]  # the N drafted ones
     q: Tensor | None = None  # [N, V] what they were drawn from; None: a point draft
     endings: Collection[int] = ()  # what min_tokens holds back
+    masks: Sequence[Mask | None] = ()  # what may follow each of the N+1 nodes, None: anything; empty: no grammar
 
 
 def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> noise.Keys:
@@ -81,7 +82,8 @@ class VocabOps:
     rejected: ChainReject | None = None
     #: These two take one chain's logits [N+1, V] float32, where tensors of a few numbers each take too long. Both or
     #: neither; None: ``distribution`` and ``verify``'s rules.
-    #: How many drafted tokens are accepted, and the target's own (-1: its numbers are broken), of processed logits.
+    #: How many drafted tokens are accepted, and the target's own (-1: its numbers are broken), of processed logits,
+    #: which have no mask on them yet.
     judged: Callable[[Tensor, DraftedChain], tuple[int, int]] | None = None
     #: bias, min_tokens and penalties: ``distribution.processed`` for a row; a new tensor
     processed: Callable[[Tensor, DraftedChain], Tensor] | None = None

@@ -100,7 +100,7 @@ class Warp:
     @property
     def untouched(self) -> bool:
         """Every row is greedy, and none asks for anything that could change which logit is the largest."""
-        return UNTOUCHED.takes([self.asks])
+        return self.allowed is None and UNTOUCHED.takes([self.asks])
 
 
 def temperature_of(params: SamplingParams) -> float:

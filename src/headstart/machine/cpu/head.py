@@ -12,11 +12,15 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_void_p
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...maths.bitmask import only
+from ...types import Mask
 from ..head import HeadNet
 from ..kvcache import Slab
 from ..slab_layer import on_cache_line
@@ -25,7 +29,7 @@ from .library import MatrixRecord, each, kernels, pool
 from .plan import GROUP, LANES
 from .sampling import REJECTING, Knobs
 
-__all__ = ["HeadKernel", "why_not"]
+__all__ = ["HeadKernel", "Masks", "why_not"]
 
 MOST_ROWS = 64  # of one call
 
@@ -49,8 +53,12 @@ class _CallRecord(Structure):
         ("most", c_int32),
         ("budgets", c_void_p),
         *each(c_float, "min_chance_to_extend least_next temperature"),
-        *each(c_void_p, "drafted knobs q"),
+        *each(c_void_p, "drafted knobs q follow masked"),
+        ("words", c_int32),
     ]
+
+
+_FOLLOW = CFUNCTYPE(c_int64, c_int32, c_int32, c_int64, POINTER(c_void_p))
 
 
 def why_not(net: HeadNet) -> str | None:
@@ -152,6 +160,7 @@ class HeadKernel:
         least_next: float = 0.0,
         knobs: Sequence[Knobs] = (),
         q: Tensor | None = None,
+        masks: Masks | None = None,
     ) -> list[list[int]]:
         """Read as ``read`` does, and draft at most ``budgets[r]`` tokens a row: none but the first that is reached
         with less than ``min_chance_to_extend``, and none behind one that is reached with less than ``least_next``, by
@@ -159,10 +168,12 @@ class HeadKernel:
 
         ``knobs``: how each row draws its tokens; without, all take the likeliest. ``q`` [R, most, V], float32 and
         contiguous: to be filled with what they were drawn from, for rows that follow the token or the block rule.
+        ``masks``: what grammars allow behind each row's drafted tokens.
         """
         rows, most = len(starts), max(budgets)
         drafted, wanted = (c_int64 * (rows * most))(), (c_int32 * rows)(*budgets)
         settings = (Knobs * len(knobs))(*knobs)
+        asked = _Asked(masks, self.config.target_vocab) if masks is not None else None
         if q is None and any(row.rule in REJECTING for row in knobs):
             raise ValueError("rejection sampling needs a place for q")
         if q is not None and (q.shape != (rows, most, self.config.target_vocab) or q.stride(1) != q.shape[2]):
@@ -180,6 +191,7 @@ class HeadKernel:
             drafted=ctypes.addressof(drafted),
             knobs=ctypes.addressof(settings) if knobs else None,
             q=q.data_ptr() if q is not None else None,
+            **(asked.fields if asked is not None else {}),
         )
         return [drafted[row * most : row * most + wanted[row]] for row in range(rows)]
 
@@ -242,6 +254,47 @@ class HeadKernel:
         source = weight.detach().float().contiguous()
         self._kernels.hs_pack(KINDS[kind], source.data_ptr(), numbers.data_ptr(), outputs, inputs, memory.data_ptr())
         return MatrixRecord(KINDS[kind], outputs, inputs, self._kept(memory), None)
+
+
+class Masks(Protocol):
+    """Grammars of a draft's rows (``drafters.draft_masks``)."""
+
+    @property
+    def masked(self) -> Sequence[bool]:
+        """Which rows have one."""
+
+    def mask(self, row: int) -> Mask | None: ...
+    def take(self, row: int, token: int) -> None: ...
+
+
+class _Asked:
+    """Masks for the kernel, which asks for them token by token."""
+
+    def __init__(self, masks: Masks, tokens: int) -> None:
+        """``tokens``: of the target's vocabulary; a mask has a bit for each."""
+        self._masks, self._kept = masks, list[Mask]()
+        self._call = _FOLLOW(self._follow)
+        self._rows = (c_uint8 * len(masks.masked))(*masks.masked)
+        self._words = (tokens + 31) // 32
+        self.fields: dict[str, Any] = {
+            "follow": ctypes.cast(self._call, c_void_p).value,
+            "masked": ctypes.addressof(self._rows),
+            "words": self._words,
+        }
+
+    def _follow(self, row: int, offset: int, before: int, found: Any) -> int:
+        if offset:
+            self._masks.take(row, before)
+        mask = self._masks.mask(row)
+        if mask is None:
+            return -1
+        if (token := only(mask)) is not None:
+            return token
+        if len(mask) < self._words:
+            mask = np.pad(mask, (0, self._words - len(mask)))
+        self._kept.append(mask)  # until the draft is made
+        found[0] = mask.ctypes.data
+        return -1
 
 
 def _halved(net: HeadNet) -> Tensor:

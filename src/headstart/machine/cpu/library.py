@@ -87,7 +87,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_head_new": (c_void_p, [c_void_p]),
     "hs_head_free": (None, [c_void_p]),
     "hs_head": (c_int, [c_void_p] * 3),
-    "hs_judge": (None, [*[c_void_p] * 3, c_int64, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p]),
+    "hs_judge": (
+        None,
+        [*[c_void_p] * 3, c_int64, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int, c_void_p],
+    ),
     "hs_keys": (None, [*[c_void_p] * 4, c_int, c_void_p, c_void_p]),
     "hs_process": (None, [c_void_p, c_void_p, c_int64, c_int, c_void_p]),
     "hs_sample": (None, [c_void_p, c_void_p, c_int, c_int, c_int, *[c_void_p] * 8]),

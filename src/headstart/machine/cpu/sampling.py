@@ -11,8 +11,10 @@ either side, and a race that is all but even may go the other way.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +24,13 @@ from ...maths.asks import DRAWING, OTHERS, PROCESSING, TENSORS_ONLY, Served
 from ...maths.limits import NO_TOP_K
 from ...maths.vocab_ops import DraftedChain, Rule, VocabOps
 from ...maths.warp import Warp, temperature_of
-from ...types import SamplingParams
+from ...types import Mask, SamplingParams
 from .library import each, kernels, pool
 
 __all__ = ["REJECTING", "SAMPLES", "SERVED", "Knobs", "knobs_of", "vocab_ops_for"]
 
 #: log-probabilities are read off the same logits
-SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs"}, TENSORS_ONLY | {"structured"})
+SERVED = Served("C++ judge", DRAWING | PROCESSING | {"token", "block", "logprobs", "structured"}, TENSORS_ONLY)
 #: what hs_sample reads of a ``Warp``; the rest is done before it, or after
 _READ = frozenset({"temperature", "top_p", "top_k", "min_p"})
 SAMPLES = Served("C++ sampling", _READ | OTHERS, TENSORS_ONLY - OTHERS)
@@ -118,6 +120,7 @@ class _Loops:
             ctypes.addressof(drafted),
             _address(q),
             q.stride(0) if q is not None else 0,
+            *_pointers(chain.masks),
             ctypes.addressof(found),
         )
         return found[0], found[1]
@@ -176,6 +179,14 @@ def _processed(logits: Tensor, chain: DraftedChain) -> Tensor:
     found = torch.empty(nodes, logits.shape[1])
     kernels().hs_process(ctypes.addressof(past), logits.data_ptr(), logits.stride(0), logits.shape[1], found.data_ptr())
     return found
+
+
+def _pointers(masks: Sequence[Mask | None]) -> tuple[Any, int]:
+    """Where the masks of a chain's nodes lie, and how many words each has."""
+    words = max((len(mask) for mask in masks if mask is not None), default=0)
+    if not words:
+        return None, 0
+    return (c_void_p * len(masks))(*(None if mask is None else mask.ctypes.data for mask in masks)), words
 
 
 def _keys(seed: Tensor, base: Tensor, offset: Tensor | int, stream: Tensor | int) -> noise.Keys:

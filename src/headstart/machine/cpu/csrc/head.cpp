@@ -168,9 +168,31 @@ struct Steps {
         return turn + 1;
     }
 
+    // A grammar's word on the next token: it is this one (then true), or the logits get its mask.
+    bool forced(int row, int offset, float* q) const {
+        int64_t* line = c.drafted + (size_t)row * c.most;
+        const uint32_t* mask = nullptr;
+        const int64_t token = c.follow(row, offset, offset ? line[offset - 1] : -1, &mask);
+        if (token < 0 || token >= h.tokens) {
+            float* x = c.logits + (size_t)row * h.vocab;
+            for (int i = 0; mask && i < h.vocab; i++) {
+                const int32_t id = h.ids[i];
+                if (id / 32 >= c.words || !(mask[id / 32] >> (id % 32) & 1)) x[i] += -INFINITY;
+            }
+            return false;
+        }
+        line[offset] = fed[row] = token;
+        if (q && c.knobs && (c.knobs[row].rule == TOKEN_RULE || c.knobs[row].rule == BLOCK_RULE)) {
+            memset(q, 0, sizeof(float) * (size_t)h.tokens);
+            q[token] = 1.0f;
+        }
+        return true;
+    }
+
     // The next word of a row, and how likely its token is to be reached by the target's text. By one thread.
     void choose(int row, int offset) const {
         float* q = c.q ? c.q + ((size_t)row * c.most + offset) * h.tokens : nullptr;
+        if (c.masked && c.masked[row] && c.budgets[row] > offset && forced(row, offset, q)) return;
         const Word word = next_token(h, c.logits + (size_t)row * h.vocab, c.knobs ? c.knobs + row : nullptr, offset, c.temperature, q);
         const bool sound = word.number >= 0;
         c.drafted[(size_t)row * c.most + offset] = sound ? h.ids[word.number] : -1;

@@ -39,6 +39,11 @@ struct HeadCall {
     int64_t* drafted;           // [rows, most]; -1 where a row's numbers broke down
     const Knobs* knobs;         // [rows] how a row draws its tokens; null: all rows take the likeliest
     float* q;                   // [rows, most, tokens] what they were drawn from, of rows with the token or block rule
+    // What may follow a row's drafted tokens; asked before each of its tokens, by the thread that called. ``before``: the
+    // token at offset - 1. Returns the only token there is, or -1, and then a mask (see sampling.h) or null for anything.
+    int64_t (*follow)(int32_t row, int32_t offset, int64_t before, const uint32_t** mask);
+    const uint8_t* masked;      // [rows] 1: rows it is asked about; null: none
+    int32_t words;              // of a mask
 };
 
 struct Word {

@@ -1,7 +1,8 @@
 // The verdict on one drafted chain, from logits to the accepted tokens and the one the target adds, in one call.
 //
 // Knows: maths/verify.py's rules for chains and judge's greedy and coupled ones, with the same noise; the tests hold this
-// against them. Does not know: trees, batches, penalties (they are in the logits already), drafters.
+// against them; what a grammar allows at each node. Does not know: trees, batches, penalties (they are in the logits
+// already), drafters.
 //
 // Why there is a second form of them: on a CPU a round's decision is some hundred operations on a few numbers, each of
 // which torch needs ten microseconds for once the weights have pushed everything else out of the cache.
@@ -25,6 +26,17 @@ struct Chain {
     const int64_t* tokens;  // [n]
     const float* q;         // [n, q_stride], or null: a point draft
     int64_t q_stride;
+    const uint32_t* const* masks;  // [n + 1] of the nodes, null where anything may follow; or null
+    int words;              // of a mask
+
+    // A node's logits; with a mask on them in ``room``.
+    const float* row(int node, std::vector<float>& room) const {
+        const float* from = x + node * stride;
+        if (!masks || !masks[node]) return from;
+        room.resize(size);
+        mask_logits(from, size, masks[node], words, room.data());
+        return room.data();
+    }
 };
 
 struct Verdict {
@@ -109,9 +121,9 @@ struct Rejection {
     }
 };
 
-Verdict follow(const Chain& c, const Knobs& knobs, float* p) {
+Verdict follow(const Chain& c, const Knobs& knobs, float* p, std::vector<float>& room) {
     for (int node = 0;; node++) {
-        const float* x = c.x + node * c.stride;
+        const float* x = c.row(node, room);
         int64_t token;
         if (knobs.rule == GREEDY) {
             token = first_largest(x, c.size);
@@ -131,8 +143,9 @@ struct Nodes {
     Share next;
 
     void work() {
+        static thread_local std::vector<float> room;
         for (int i; (i = next.take()) <= c.n;)
-            most[i] = distribution(c.x + i * c.stride, c.size, knobs, p + (size_t)i * c.size);
+            most[i] = distribution(c.row(i, room), c.size, knobs, p + (size_t)i * c.size);
     }
 };
 
@@ -143,13 +156,14 @@ using namespace hs;
 
 // found: how many of the n drafted tokens are accepted, and the target's own token; -1 if its numbers are broken.
 HS_API void hs_judge(void* pool, const Knobs* knobs, const float* x, int64_t stride, int size, int n,
-                     const int64_t* tokens, const float* q, int64_t q_stride, int64_t* found) {
+                     const int64_t* tokens, const float* q, int64_t q_stride, const uint32_t* const* masks, int words,
+                     int64_t* found) {
     static thread_local std::vector<float> p, room;
-    const Chain chain{x, stride, size, n, tokens, q, q_stride};
+    const Chain chain{x, stride, size, n, tokens, q, q_stride, masks, words};
     Verdict verdict;
     if (knobs->rule == GREEDY || knobs->rule == COUPLED_RULE) {
         p.resize(std::max(p.size(), (size_t)size));
-        verdict = follow(chain, *knobs, p.data());
+        verdict = follow(chain, *knobs, p.data(), room);
     } else {
         p.resize(std::max(p.size(), (size_t)size * (n + 1)));
         Rejection rule{chain, *knobs, knobs->rule == BLOCK_RULE, p.data(), std::vector<float>(n + 1), {}, {}, {}};
