@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("llguidance")
+
+from interrupts import Interrupt, Interrupted
 
 from headstart import LLM, InvalidParameter, SamplingParams, Structured
 from headstart.machine.grammar import Grammars
@@ -38,8 +41,8 @@ def llm(draft: Any = None, **settings: Any) -> LLM:
 PLAIN = llm()
 
 
-def grammars(**settings: Any) -> Grammars:
-    return Grammars(TOKENIZER, width=TINY_VOCABULARY, eos=(2,), **settings)
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER, width=TINY_VOCABULARY, eos=(2,))
 
 
 def check_form(text: str) -> None:
@@ -186,6 +189,26 @@ def test_asking_about_drafts_moves_nothing() -> None:
     assert state.mask(()) is None
 
 
+def test_an_interruption_moves_nothing() -> None:
+    """Ctrl-C wherever it strikes while drafts are asked about: what may follow is the same as before."""
+    grammar = grammars().compile(Structured(regex="a[bc]d+e"))
+    a, b, c, d = TOKENIZER.convert_tokens_to_ids(list("abcd"))
+
+    def asked(state: Any) -> list[Any]:
+        found = [state.mask(path) for path in ((), (a,), (a, b), (a, c, d), (a, b, d))]
+        return [*(row.tolist() for row in found), state.fits([a, b, d, b]), state.forced(3)]
+
+    expected = asked(grammar.begin(endings=frozenset({2}), min_tokens=3))
+    with Interrupt() as chances:
+        asked(grammar.begin(endings=frozenset({2}), min_tokens=3))
+    assert chances.count > 50
+    for at in range(1, chances.count + 1, 3):
+        state = grammar.begin(endings=frozenset({2}), min_tokens=3)
+        with contextlib.suppress(Interrupted), Interrupt(at):
+            asked(state)
+        assert asked(state) == expected
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -211,8 +234,9 @@ def test_bad_grammars_are_refused_with_the_reason(asked: dict[str, Any], said: s
 
 def test_what_takes_long_is_refused_after_a_deadline_and_nobody_waits_for_it() -> None:
     slow = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
-    made = grammars(deadline=0.01)
+    made = grammars()
     made.compile(Structured(regex="a"))
+    made._deadline = 0.01
     begun = threading.Event()
 
     def ask() -> None:

@@ -244,6 +244,11 @@ class LLM:
         """Start a thread that computes, for programs that must not wait: an event loop, say. Close it when done."""
         return Inbox(self.engine)
 
+    def prepare_structured(self) -> None:
+        """Get ready for requests with ``structured``, which the first of them does otherwise: it takes a second or two
+        for a large vocabulary, in which nothing else is computed. ``MissingExtra``: llguidance is not installed."""
+        self._grammars.prepare()
+
     def cold(self) -> None:
         """Forget prompts that are warm and what was learnt about drafting, as if just loaded; ``stats`` go on.
         Raises ``EngineBusy`` while requests run or wait."""

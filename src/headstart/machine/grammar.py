@@ -7,6 +7,7 @@ Knows: how to compile, for how long, and what is kept. Does not know: where a te
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Event, Lock, Semaphore, Thread
@@ -41,6 +42,11 @@ class Grammars:
         self._kept: OrderedDict[Structured, CompiledGrammar] = OrderedDict()
         self._running: dict[Structured, _Job] = {}
         self._reading, self._books, self._places = Lock(), Lock(), Semaphore(AT_ONCE)
+        self._process = os.getpid()
+
+    def prepare(self) -> None:
+        """Read the tokenizer now. It takes a second or two for a large one, in which no other thread gets on."""
+        self._read_tokens()
 
     def compile(self, asked: Structured) -> CompiledGrammar:
         """The grammar that was asked for; ``InvalidParameter`` says why there is none. Any thread may call this; it
@@ -60,7 +66,10 @@ class Grammars:
         return job.found
 
     def _read_tokens(self) -> tuple[LLTokenizer, Vocabulary]:
-        """The tokenizer's bytes, read once: that takes a second for a large one."""
+        """The tokenizer's bytes, read once."""
+        if os.getpid() != self._process:  # forked: what another thread held then, nobody gives back here
+            self._process, self._running = os.getpid(), {}
+            self._reading, self._books, self._places = Lock(), Lock(), Semaphore(AT_ONCE)
         with self._reading:
             if self._tokens is None:
                 if self._source is None:
