@@ -18,6 +18,7 @@ from headstart import (
     InvalidParameter,
     Reader,
     SamplingParams,
+    Structured,
 )
 from headstart.testing import tiny_model, tiny_tokenizer
 
@@ -152,23 +153,29 @@ def test_the_event_loop_goes_on_while_a_prompt_is_tokenized(monkeypatch: pytest.
     run(main, llm)
 
 
-def test_long_prompts_wait_for_each_other_and_keep_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "params"), [("x" * 2**17, PARAMS), ("y", SamplingParams(structured=Structured(choice=["a"])))]
+)
+def test_what_takes_long_to_read_keeps_nobody_else_waiting(
+    prompt: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of megabytes, and shapes of answers, which are compiled first."""
     llm, go_on = made(), threading.Event()
     encode = llm._encode
 
-    def slow(prompt: Any) -> list[int]:
-        assert len(prompt) < 100 or go_on.wait(30)
-        return encode(prompt[:100])
+    def slow(given: Any) -> list[int]:
+        assert given != prompt or go_on.wait(30)
+        return encode(given[:100])
 
     monkeypatch.setattr(llm, "_encode", slow)
 
     async def main(served: AsyncLLM) -> None:
-        long = [asyncio.create_task(served.generate("x" * 2**17, PARAMS)) for _ in range(8)]
+        long = [asyncio.create_task(served.request(prompt, params)) for _ in range(8)]
         await asyncio.sleep(0)
         assert len((await served.generate(PROMPTS[0], PARAMS)).token_ids) == 12
         assert not any(task.done() for task in long)
         go_on.set()
-        await asyncio.gather(*long)
+        await asyncio.gather(*long, return_exceptions=True)
 
     run(main, llm)
 
