@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
-pytest.importorskip("headstart.machine.grammar")  # what answers are held by
 
 from pydantic import BaseModel
 from scripted_model import ScriptedServer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,8 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     check_tool_format(server.tool_format)
     key, listener = _key(server.api_key_file), bound(server.host, server.port)
     llm = model.open(rows=server.max_rows, max_waiting=server.max_waiting)
+    with suppress(MissingExtra, InvalidParameter):  # those who ask for it are told
+        llm.prepare_structured()  # now, and not while others are served
     from ..async_api import AsyncLLM
     from ..server.app import Settings, create_app
     from ..server.process import run
