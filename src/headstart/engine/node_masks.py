@@ -69,8 +69,10 @@ def looking_ahead(sequences: Seq[Sequence], proposals: Seq[Proposal | None]) -> 
     # A thread for each round: one that is kept would have to be found again after a fork.
     thread = Thread(target=_look, args=(masked,), name="headstart-masks", daemon=True)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        thread.join()  # also where the forward fails: nobody else may look into the grammars before
 
 
 def _look(masked: Seq[tuple[Sequence, Proposal | None]]) -> None:
