@@ -192,3 +192,9 @@ def test_a_request_without_its_grammar_is_refused() -> None:
     engine = table_engine(table(6), None)
     with pytest.raises(InvalidParameter, match=r"structured has to be compiled: LLM\.request does so"):
         engine.submit(Request("a", (1, 2), SamplingParams(structured=ASKED)))
+
+
+def test_a_grammar_that_the_parameters_do_not_tell_of_is_refused() -> None:
+    """Backends go by the parameters: those that do not know masks would leave it out."""
+    with pytest.raises(InvalidParameter, match="structured is missing"):
+        run(table_engine(TARGET, None), [Request("a", PROMPT, SamplingParams(max_tokens=LENGTH), (), Toy(follow, V))])

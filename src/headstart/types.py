@@ -63,7 +63,7 @@ Mask: TypeAlias = "NDArray[np.uint32]"  # [W] a bit for each token that may come
 
 class Constraint(Protocol):
     """What a grammar lets one running choice go on with. It moves over committed tokens only; drafted ones are asked
-    about. Any thread may ask. ``machine/grammar.py`` has one."""
+    about. Any thread may ask. ``machine/grammar_state.py`` has one."""
 
     @property
     def over(self) -> bool:

@@ -94,6 +94,8 @@ class Reception:
             )
         if request.params.structured is not None and request.grammar is None:
             raise InvalidParameter("structured", "has to be compiled: LLM.request does so, for models with a tokenizer")
+        if request.params.structured is None and request.grammar is not None:
+            raise InvalidParameter("structured", "is missing: by it everybody knows that the request has a grammar")
         request.longest(self.max_len)
 
     def _check_endings(self, params: SamplingParams) -> None:
