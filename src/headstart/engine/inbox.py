@@ -75,7 +75,7 @@ class Reader(Stream):
         """What came with each round, or with several if the event loop was busy. ``failing``: raise at the end of a
         request that failed."""
         news = asyncio.Event()
-        self._notify = partial(self._inbox.bell().ring, news.set)
+        self.listen(news.set)
         try:
             while True:
                 if pieces := self.pieces():
@@ -94,11 +94,16 @@ class Reader(Stream):
         """Raise if any choice failed."""
         self._handle.raise_failure()
 
+    def listen(self, call: Callable[[], object]) -> None:
+        """Have this called in the event loop that runs here when there is news; ``pieces`` has it. Once for each time
+        that they were read, so look first for what is there already."""
+        self._notify = partial(self._inbox.bell().ring, call)
+
     async def finish(self) -> None:
         """Wait for the end of it all, without being told of each round, and without raising if it failed."""
         over = asyncio.Event()
         self._buffer, self._at_end, self._told = None, True, False
-        self._notify = partial(self._inbox.bell().ring, over.set)
+        self.listen(over.set)
         try:
             if not self.done:
                 await over.wait()
@@ -131,7 +136,7 @@ async def together(readers: Sequence[Reader]) -> AsyncGenerator[tuple[int, list[
     news = asyncio.Queue[int]()
     left = set(range(len(readers)))
     for number, reader in enumerate(readers):
-        reader._notify = partial(reader._inbox.bell().ring, partial(news.put_nowait, number))
+        reader.listen(partial(news.put_nowait, number))
         news.put_nowait(number)  # for what came before
     try:
         while left:

@@ -23,14 +23,15 @@ from .. import __version__
 from ..async_api import AsyncLLM
 from ..engine.inbox import Reader
 from . import errors
-from .calls import Call, Calls
+from .calls import Brought, Call, Calls
 from .errors import Refused
 from .guard import Door, Guard
 from .metrics import Metrics
 from .openapi import document
+from .pump import Direct, pumped
 from .reading import Route
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
-from .streams import DONE, Events, event
+from .streams import DIRECT, DONE, Events, event
 
 __all__ = ["Settings", "create_app"]
 
@@ -137,15 +138,21 @@ class _Service:
             raise Refused(503, "the server is shutting down", code="shutting_down")
         readers = await call.submit(self._llm)
         if call.stream:
-            events = self._events(call, readers)
+            events = self._events(call, readers, request.scope.get(DIRECT))
             return Events(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         found = await _unless_gone(request, call.whole(readers))
         return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody reads it
 
-    async def _events(self, call: Call, readers: Sequence[Reader]) -> AsyncIterator[bytes]:
-        """A stream's events. A client that leaves ends this, and that stops its requests."""
+    async def _events(self, call: Call, readers: Sequence[Reader], direct: Direct | None) -> AsyncIterator[bytes]:
+        """A stream's events, but for those that go to ``direct``. A client that leaves ends this, and that stops its
+        requests."""
+
+        async def pump(brought: Brought) -> None:
+            assert direct is not None
+            await pumped(readers, direct, lambda number, pieces: [event(chunk) for chunk in brought(number, pieces)])
+
         try:
-            async with aclosing(call.chunks(readers)) as chunks:
+            async with aclosing(call.chunks(readers, pump if direct is not None else None)) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
             yield DONE

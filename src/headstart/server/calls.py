@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..api import LLM
 from ..async_api import AsyncLLM
 from ..engine.inbox import BUFFER, Reader, together
 from ..errors import InvalidParameter
 from ..structured import Structured
-from ..types import Completion, SamplingParams
+from ..types import Completion, Piece, SamplingParams
 from .answers import Chats, Prompt, Texts, Writer
 from .errors import Refused
 from .figures import Spelling
@@ -28,7 +28,12 @@ from .structured import Wanted
 from .tool_formats import FORMATS, Grammar, ToolFormat, format_of, json_rule
 from .tools import Toolbox
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Brought", "Call", "Calls"]
+
+Brought: TypeAlias = Callable[
+    [int, Sequence[Piece]], Sequence[dict[str, Any]]
+]  # chunks, of a reader's number and pieces
+Pump: TypeAlias = Callable[[Brought], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -79,32 +84,49 @@ class Call:
             return self.writer.whole(answers)
         return await asyncio.to_thread(self.writer.whole, answers)  # a prompt may have thousands of tokens to spell
 
-    async def chunks(self, readers: Sequence[Reader]) -> AsyncGenerator[dict[str, Any], None]:
-        """The same in pieces, round by round. Closed early, it stops what was asked for."""
-        writer, written = self.writer, 0
+    async def chunks(self, readers: Sequence[Reader], pump: Pump | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        """The same in pieces, round by round. Closed early, it stops what was asked for. ``pump``: whoever writes what
+        rounds bring as soon as it comes, past this generator."""
+        writer, rounds = self.writer, _Rounds(self, readers)
         try:
             for chunk in writer.first(writer.n * len(readers)):
-                yield self._with_usage(chunk, readers, written)
-            async for number, pieces in together(readers):
-                if writer.echo is None:
-                    found = writer.chunks(number, pieces, Prompt(readers[number].prompt_token_ids, None))
-                else:  # see ``whole``
-                    prompt = Prompt(readers[number].prompt_token_ids, readers[number].prompt_logprobs)
-                    found = await asyncio.to_thread(writer.chunks, number, pieces, prompt)
-                written += sum(piece.token_id is not None for piece in pieces)
-                for chunk in found:
-                    yield self._with_usage(chunk, readers, written)
+                yield rounds.with_usage(chunk)
+            if writer.echo is not None:
+                async for number, pieces in together(readers):
+                    for chunk in await asyncio.to_thread(rounds.brought, number, pieces):  # see ``whole``
+                        yield chunk
+            elif pump is not None:
+                await pump(rounds.brought)
+            else:
+                async for number, pieces in together(readers):
+                    for chunk in rounds.brought(number, pieces):
+                        yield chunk
             answers = _answers(readers)
             if self.usage or writer.statistics:
                 yield writer.last(answers)
         finally:
             _close(readers)
 
-    def _with_usage(self, chunk: dict[str, Any], readers: Sequence[Reader], written: int) -> dict[str, Any]:
-        if not self.running_usage:
+
+class _Rounds:
+    """What the rounds of one call brought so far."""
+
+    def __init__(self, call: Call, readers: Sequence[Reader]) -> None:
+        self._call, self._readers, self._written = call, readers, 0
+
+    def brought(self, number: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The chunks for what came to one reader."""
+        reader, writer = self._readers[number], self._call.writer
+        prompt = Prompt(reader.prompt_token_ids, reader.prompt_logprobs if writer.echo is not None else None)
+        self._written += sum(piece.token_id is not None for piece in pieces)
+        found = writer.chunks(number, pieces, prompt)
+        return [self.with_usage(chunk) for chunk in found] if self._call.running_usage else found
+
+    def with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        if not self._call.running_usage:
             return chunk
-        read = sum(len(reader.prompt_token_ids) for reader in readers)
-        used = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        read = sum(len(reader.prompt_token_ids) for reader in self._readers)
+        used = {"prompt_tokens": read, "completion_tokens": self._written, "total_tokens": read + self._written}
         return chunk | {"usage": used}
 
 

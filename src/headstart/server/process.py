@@ -84,7 +84,7 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.scope is not None and self.cycle is not None:
-            self.scope[DIRECT] = partial(_write, self.cycle, chunked=self.scope["http_version"] == "1.1")  # type: ignore[literal-required]
+            self.scope[DIRECT] = _Direct(self.cycle, self.scope["http_version"] == "1.1")  # type: ignore[literal-required]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -100,13 +100,24 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
 
-async def _write(cycle: RequestResponseCycle, data: bytes, *, chunked: bool) -> None:
-    """A part of a response whose length is not known, as ``cycle.send`` writes it: h11 and all that stands between it
-    and the app cost more than what an event is made of."""
-    if cycle.flow.write_paused and not cycle.disconnected:
-        await cycle.flow.drain()
-    if not cycle.disconnected:
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+class _Direct:
+    """Writes parts of a response whose length is not known, as ``cycle.send`` does: h11 and all that stands between it
+    and the app cost more than what an event is made of. ``chunked``: the client knows chunks."""
+
+    def __init__(self, cycle: RequestResponseCycle, chunked: bool) -> None:
+        self._cycle, self._chunked = cycle, chunked
+
+    @property
+    def full(self) -> bool:
+        return self._cycle.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        if not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    async def drain(self) -> None:
+        if self._cycle.flow.write_paused and not self._cycle.disconnected:
+            await self._cycle.flow.drain()
 
 
 class _Deadline:

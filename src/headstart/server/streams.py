@@ -6,15 +6,16 @@ Knows: how an event is written, and that a connection may take events directly. 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
+from .pump import Direct
+
 __all__ = ["DIRECT", "DONE", "Events", "event"]
 
-DIRECT = "headstart.direct"  # in a request's scope: writes a part of the answer, when its headers are on their way
+DIRECT = "headstart.direct"  # in a request's scope: a ``Direct``, for when the headers are on their way
 DONE = format_sse_event(data_str="[DONE]")
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` would make one a call
@@ -29,7 +30,7 @@ class Events(EventSourceResponse):
     costs the event loop half of what it does through every layer that wraps ``send``, on cores that compute."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._direct: Callable[[bytes], Awaitable[None]] | None = scope.get(DIRECT)
+        self._direct: Direct | None = scope.get(DIRECT)
         await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
@@ -37,5 +38,6 @@ class Events(EventSourceResponse):
             return await super().stream_response(send)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for part in self.body_iterator:
-            await self._direct(part)  # type: ignore[arg-type]
+            await self._direct.drain()
+            self._direct.write(part)  # type: ignore[arg-type]
         await send({"type": "http.response.body", "body": b"", "more_body": False})
