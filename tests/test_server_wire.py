@@ -65,6 +65,21 @@ def test_a_slow_reader_is_cut_and_nobody_else_notices(server: Server) -> None:
     assert b"[DONE]" not in read_all(slow)
 
 
+def test_a_client_that_pauses_gets_all_of_it(server: Server) -> None:
+    """Nothing is written to a connection that is full, and nothing is lost."""
+    ask = {"prompt": "one", "n": 3, "max_tokens": 120, "ignore_eos": True, "seed": 5, "logprobs": 4}
+    _, whole = server.post(TEXT, ask)
+    last = b"Connection: close\r\n\r\n"
+    body = json.dumps(ask | {"stream": True}).encode()
+    with server.connect(buffer=2048) as client:
+        client.sendall(head(TEXT, body).removesuffix(b"\r\n") + last + body)
+        wait_for(lambda: any(c.flow.write_paused for c in list(server.server.server_state.connections)))
+        *found, done = events(read_all(client))
+    assert done == "[DONE]"
+    texts = ["".join(c["text"] for part in found for c in part["choices"] if c["index"] == i) for i in range(3)]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+
+
 def test_a_request_that_never_comes_whole_is_cut(server: Server) -> None:
     body = json.dumps({"prompt": "one"}).encode()
     for sent in (b"", b"POST /v1/comple", head(TEXT, body), head(TEXT, body) + body[:4]):

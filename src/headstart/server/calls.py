@@ -113,14 +113,18 @@ class _Rounds:
 
     def __init__(self, call: Call, readers: Sequence[Reader]) -> None:
         self._call, self._readers, self._written = call, readers, 0
+        self._prompts = [Prompt(reader.prompt_token_ids, None) for reader in readers]
 
     def brought(self, number: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """The chunks for what came to one reader."""
-        reader, writer = self._readers[number], self._call.writer
-        prompt = Prompt(reader.prompt_token_ids, reader.prompt_logprobs if writer.echo is not None else None)
-        self._written += sum(piece.token_id is not None for piece in pieces)
+        writer, prompt = self._call.writer, self._prompts[number]
+        if writer.echo is not None:
+            prompt = replace(prompt, logprobs=self._readers[number].prompt_logprobs)
         found = writer.chunks(number, pieces, prompt)
-        return [self.with_usage(chunk) for chunk in found] if self._call.running_usage else found
+        if not self._call.running_usage:
+            return found
+        self._written += sum(piece.token_id is not None for piece in pieces)
+        return [self.with_usage(chunk) for chunk in found]
 
     def with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         if not self._call.running_usage:

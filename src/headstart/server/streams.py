@@ -22,7 +22,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # 
 
 
 def event(value: dict[str, Any]) -> bytes:
-    return format_sse_event(data_str=_encode(value))
+    """As ``format_sse_event``, which looks for lines: JSON in this form has one."""
+    return b"data: %b\n\n" % _encode(value).encode()
 
 
 class Events(EventSourceResponse):
