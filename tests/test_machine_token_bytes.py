@@ -47,7 +47,8 @@ KNOWN = {
     "NFC": composing(),
 }
 TEXTS = st.text(
-    st.sampled_from("the  ab\x06\u212ae\u0301\u1100\u1161\u11a8\U00040000\U0001f600") | st.characters(), max_size=60
+    st.sampled_from("the  ab\x06\u212ae\u0301\u1100\u1161\u11a8\U00040000\U0001f600") | st.characters(codec="utf-8"),
+    max_size=60,
 )
 
 
@@ -58,6 +59,12 @@ def test_no_text_has_fewer_tokens_than_it_is_said_to_have(kind: str, text: str) 
     found = TokenBytes.of(KNOWN[kind])
     assert found is not None
     assert found.fewest(text) <= len(KNOWN[kind].encode(text, add_special_tokens=False).ids)
+
+
+def test_a_text_that_cannot_be_encoded_is_refused_elsewhere() -> None:
+    found = TokenBytes.of(KNOWN["bytes"])
+    assert found is not None
+    assert found.fewest("\ud800" * 8) > 0
 
 
 def test_long_texts_are_known_to_be_long() -> None:

@@ -30,7 +30,7 @@ class TokenBytes:
 
     def fewest(self, text: str) -> int:
         """Tokens that the text has at the least."""
-        kept = text.encode()
+        kept = text.encode(errors="surrogatepass")  # a lone one is refused by whoever encodes the text
         if self.lost:
             kept = kept.translate(None, self.lost)
         return -(-len(kept) // self.most)
