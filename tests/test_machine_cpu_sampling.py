@@ -20,6 +20,7 @@ from headstart.machine.cpu.sampling import vocab_ops_for
 from headstart.maths import noise
 from headstart.maths.distribution import History, probabilities, processed
 from headstart.maths.tree import Topology
+from headstart.maths.verify import Verdicts
 from headstart.maths.vocab_ops import DraftedChain, Rule, VocabOps
 from headstart.maths.warp import Warp
 from headstart.testing import ScriptedDrafter
@@ -181,6 +182,23 @@ def case(number: int, rule: Rule, draw: Literal["iid", "point"], size: int) -> d
     return {"params": params, "x": x, "warp": warp, "q": q if draw == "iid" else None, "tokens": tokens, "seed": number}
 
 
+def ruled(c: dict[str, Any], rule: Rule, warp: Warp) -> Verdicts:
+    """What the rule says of a case."""
+    given = VerdictInputs(
+        warp,
+        torch.tensor([[0, *c["tokens"]]]),
+        Topology.chain([len(c["tokens"])], torch.device("cpu")),
+        outputs=outputs(1),
+        history=None,
+        seeds=noise.seeds([c["seed"]], "cpu"),
+        base=torch.tensor([40]),
+        q=c["q"][None] if c["q"] is not None and rule in ("token", "block") else None,
+        kinds=["point" if c["q"] is None else "iid"],
+    )
+    plain: Rule = "greedy" if rule == "greedy" else "coupled"
+    return decide(rule if c["tokens"] else plain, c["x"][None], given)
+
+
 @pytest.mark.parametrize("draw", ["iid", "point"])
 @pytest.mark.parametrize("rule", ["token", "block", "coupled", "greedy"])
 def test_verdicts_are_those_of_the_rules(vocab_ops: VocabOps, rule: Rule, draw: Literal["iid", "point"]) -> None:
@@ -188,18 +206,7 @@ def test_verdicts_are_those_of_the_rules(vocab_ops: VocabOps, rule: Rule, draw: 
     for number in range(300):
         c = case(number, rule, draw, size=83)
         n = len(c["tokens"])
-        given = VerdictInputs(
-            c["warp"],
-            torch.tensor([[0, *c["tokens"]]]),
-            Topology.chain([n], torch.device("cpu")),
-            outputs=outputs(1),
-            history=None,
-            seeds=noise.seeds([c["seed"]], "cpu"),
-            base=torch.tensor([40]),
-            q=c["q"][None] if c["q"] is not None and rule in ("token", "block") else None,
-            kinds=["point" if c["q"] is None else "iid"],
-        )
-        want = decide(rule if n else "greedy" if rule == "greedy" else "coupled", c["x"][None], given)
+        want = ruled(c, rule, c["warp"])
         assert vocab_ops.judged is not None
         wide = torch.nn.functional.pad(c["x"], (0, 5), value=9.0)[:, :83]  # rows further apart than they are long
         chain = DraftedChain(c["params"], rule, c["seed"], [0] * 40, 3, c["tokens"], c["q"] if n else None)

@@ -10,13 +10,10 @@ import pytest
 import torch
 from grammars import Toy, packed
 from test_machine_cpu_head import drafted
-from test_machine_cpu_sampling import case, outputs, vocab_ops  # noqa: F401
+from test_machine_cpu_sampling import case, ruled, vocab_ops  # noqa: F401
 
-from headstart.engine.judge import VerdictInputs, decide
 from headstart.machine.cpu import build
-from headstart.maths import noise
 from headstart.maths.bitmask import unpacked
-from headstart.maths.tree import Topology
 from headstart.maths.vocab_ops import DraftedChain, Rule, VocabOps
 from headstart.testing import TINY_VOCABULARY
 from headstart.types import Mask, SamplingParams, Structured
@@ -52,18 +49,7 @@ def test_verdicts_under_masks_are_those_of_the_rules(
         c = case(number, rule, draw, size=size)
         n = len(c["tokens"])
         masks = random_masks(number, c["tokens"], size)
-        given = VerdictInputs(
-            replace(c["warp"], allowed=unpacked([masks], n + 1, size, "cpu")),
-            torch.tensor([[0, *c["tokens"]]]),
-            Topology.chain([n], torch.device("cpu")),
-            outputs=outputs(1),
-            history=None,
-            seeds=noise.seeds([c["seed"]], "cpu"),
-            base=torch.tensor([40]),
-            q=c["q"][None] if c["q"] is not None and rule in ("token", "block") else None,
-            kinds=["point" if c["q"] is None else "iid"],
-        )
-        want = decide(rule if n else "greedy" if rule == "greedy" else "coupled", c["x"][None], given)
+        want = ruled(c, rule, replace(c["warp"], allowed=unpacked([masks], n + 1, size, "cpu")))
         chain = DraftedChain(c["params"], rule, c["seed"], [0] * 40, 3, c["tokens"], c["q"] if n else None, masks=masks)
         assert vocab_ops.judged is not None
         got = vocab_ops.judged(torch.nn.functional.pad(c["x"], (0, 5), value=9.0)[:, :size], chain)

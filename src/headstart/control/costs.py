@@ -78,11 +78,9 @@ class Costs:
     UNSEEN = 0.93  # what a width that was never measured may cost of what its neighbours say: so it is tried
 
     FURTHEST = 4.0  # times faster or slower that the machine may seem to be at once
-    FOLLOWED, LARGE = (
-        7,
-        0.25,
-    )  # the machine's speed changed where two thirds of so many rounds are off by more than this
-    STEADY = 0.08  # or twice as many by more than this
+    FOLLOWED = 7  # rounds: the machine's speed changed where two thirds of them are off by more than ``LARGE``,
+    LARGE = 0.25
+    STEADY = 0.08  # or two thirds of twice as many by more than this
     MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
@@ -124,9 +122,11 @@ class Costs:
         longer than a large one."""
         self._ratios.append((ratio, width))
         for last, change in ((self.FOLLOWED, self.LARGE), (2 * self.FOLLOWED, self.STEADY)):
+            if len(self._ratios) < last:
+                return
             recent = list(self._ratios)[-last:]
             ordered = sorted(ratio for ratio, _ in recent)
-            if len(recent) == last and (ordered[last // 3] > 1 + change or ordered[-1 - last // 3] < 1 / (1 + change)):
+            if ordered[last // 3] > 1 + change or ordered[-1 - last // 3] < 1 / (1 + change):
                 middle = min(max(median(ordered), 1 / self.FURTHEST), self.FURTHEST)
                 self.level *= middle
                 for each, times in Counter(w for _, w in recent).items():

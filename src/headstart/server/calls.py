@@ -70,7 +70,7 @@ class Call:
         """What was asked of the answer's shape cannot be: in the client's words."""
         if self.wanted is not None:
             return self.wanted.renamed(error)
-        return Refused(400, f"tools: {str(error).removeprefix(error.field).strip()}", "tools")
+        return _of_tools(error)
 
     async def whole(self, readers: Sequence[Reader]) -> dict[str, Any]:
         """The answer, when all of it is written. Cancelled, it stops what was asked for."""
@@ -205,7 +205,7 @@ class Calls:
         try:
             return replace(params, structured=Structured(grammar=rules, after=grammar.after))
         except InvalidParameter as error:
-            raise Refused(400, f"tools: {str(error).removeprefix(error.field).strip()}", "tools") from None
+            raise _of_tools(error) from None
 
     def complete(self, body: CompletionRequest) -> Call:
         """See ``lengthy``."""
@@ -259,6 +259,11 @@ class Calls:
         guess = body.prediction.text if body.prediction is not None else None
         usage = body.wants_usage, body.wants_running_usage
         return Call(writer, prompts, params, guess, bool(body.stream), *usage, wanted)
+
+
+def _of_tools(error: InvalidParameter) -> Refused:
+    """What is wrong with the grammar of a request's tools."""
+    return Refused(400, f"tools: {str(error).removeprefix(error.field).strip()}", "tools")
 
 
 def _close(readers: Sequence[Reader]) -> None:

@@ -27,8 +27,8 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class Events(EventSourceResponse):
-    """A stream of events. Where the connection has ``DIRECT`` (``process``), each goes there: a stream of eight clients
-    costs the event loop half of what it does through every layer that wraps ``send``, on cores that compute."""
+    """A stream of events. Where the connection has ``DIRECT`` (``process``), each goes there, past every layer that
+    wraps ``send``: the event loop's time is taken from cores that compute."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._direct: Direct | None = scope.get(DIRECT)
