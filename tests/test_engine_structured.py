@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import device_draft, device_engine, run, table, table_draft, table_engine, tree_drafter
+from engines import run, table, table_draft, table_engine, tree_drafter
 from grammars import Toy, masked_law
 from statistics_tools import chi_squared
 
@@ -157,35 +157,6 @@ def test_a_grammar_that_leaves_nothing_fails_alone() -> None:
     first, second = run(engine, [bad, good])
     assert first.finish_reason == "error"
     assert len(second.token_ids) == 8
-
-
-@pytest.mark.parametrize("drafter", ["device", "host", "none"])
-def test_captured_rounds_leave_masks_to_the_host_and_come_back(drafter: str) -> None:
-    """With a grammar in the batch: step by step, the same tokens. Without one, captured again."""
-    target, draft = table(6, seed=4), table(6, seed=4) + 0.5 * table(6, seed=5)
-    made = {"device": lambda: device_draft(draft), "host": lambda: tree_drafter(draft), "none": lambda: None}[drafter]()
-    engine = device_engine(target, made)
-    played: list[int] = []
-    play, judge = engine.parts.captured.play, engine.parts.captured.judge  # type: ignore[union-attr]
-
-    def noted(name: Any) -> Any:
-        def call(sequences: Any, *rest: Any, **more: Any) -> Any:
-            played.append(len(sequences))
-            assert all(s.constraint is None for s in sequences)
-            return name(sequences, *rest, **more)
-
-        return call
-
-    engine.parts.captured.play, engine.parts.captured.judge = noted(play), noted(judge)  # type: ignore[union-attr, method-assign]
-    grammar = Toy(lambda text: (0, 2, 4) if len(text) % 2 else (1, 3, 5), 6)
-    asked = [
-        Request("a", (1, 2), SamplingParams(max_tokens=6, temperature=0, structured=ASKED), (), grammar),
-        Request("b", (1, 3), SamplingParams(max_tokens=20, seed=1)),
-    ]
-    found = run(engine, asked)
-    assert [c.token_ids for c in found] == [run(table_engine(target, None), [each])[0].token_ids for each in asked]
-    assert played
-    assert max(played) == 1
 
 
 def test_a_request_without_its_grammar_is_refused() -> None:

@@ -99,12 +99,14 @@ def assemble(
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
             given = partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
             drafter = _drafter(draft, given)
-        captured = open_captured(runner, drafter, config.draft, vocab_size, tell, name=target.report.architecture)
+        eos = eos_ids(target)
+        grammars = Grammars(target.tokenizer, width=runner.vocab_size, eos=eos)
+        named = partial(open_captured, name=target.report.architecture, masks=grammars.possible)
+        captured = named(runner, drafter, config.draft, vocab_size, tell)
         if drafter is not None:
             lengths = captured.lengths if captured is not None and captured.drafting else None
             controller.meet(free=drafter.free, ends_itself=drafter.ends_itself, lengths=lengths, **beside.known)
     codec = TextCodec(target.tokenizer) if target.tokenizer is not None else None
-    eos = eos_ids(target)
     engine = Engine(
         runner,
         drafter,
@@ -116,7 +118,6 @@ def assemble(
         captured=captured,
         max_gamma=config.draft.most,
     )
-    grammars = Grammars(target.tokenizer, width=runner.vocab_size, eos=eos)
     return engine, beside.target, beside.draft, codec, grammars
 
 

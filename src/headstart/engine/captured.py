@@ -7,27 +7,30 @@ The host reads one small buffer a round. When nothing is about to change, the ne
 one's result is read, so the device never waits for Python; a sequence that ended is then noticed one round late, and
 what was computed past its end is dropped. They are captured for a few numbers of rows (buckets), draft lengths
 and bounds on the context, all of them in ``warm_up``; after it nothing is captured any more.
+
+Where a row has a grammar, the target's forward is launched ahead as ever, since it needs the device's table alone. What
+the grammar allows is worked out while it runs, from the committed text and the drafted tokens, which come back before
+it; then the decision is launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..drafters.base import DeviceDrafter
 from ..machine.gpu.graphs import Graphs
 from ..machine.model_runner import DeviceRunner
-from ..types import Proposal, TokenLogprob, Verdict
+from ..types import Proposal
 from .device_rows import DeviceRows, Kind, kind_of
-from .judge import token_logprobs
+from .flight import Flight, mark
+from .node_masks import node_masks
 from .outcome import DraftFailed, Outcome
 from .programs import Programs, Shape
 from .sequence import Sequence
@@ -47,17 +50,9 @@ def draft_lengths(most: int, *, fixed: bool, few: bool = False) -> tuple[int, ..
     return (0, most) if fixed else tuple(sorted({*(n for n in (_FEW_LENGTHS if few else _LENGTHS) if n < most), most}))
 
 
-@dataclass
-class Flight:
-    """A launched round whose result was not read yet."""
-
-    shape: Shape
-    host: list[Tensor]  # the result and, where they are wanted, the three of ``Logprobs``
-    keys: tuple[str, ...]
-    limits: tuple[int, ...]
-    marks: tuple[Any, Any, Any]  # when it was launched, drafted, verified (``_mark``)
-    drafted: bool  # by the draft model, on the device
-    catch_up_seconds: float  # that the draft model took to read what it lacked, before the launch
+def _masked(sequences: Seq[Sequence]) -> bool:
+    """Has any of them a grammar?"""
+    return any(s.constraint is not None for s in sequences)
 
 
 class Body(NamedTuple):
@@ -77,14 +72,20 @@ class CapturedRounds:
     """Plays rounds of a target on the device, with the drafts of a draft model there or with drafts from the host."""
 
     def __init__(
-        self, target: DeviceRunner, drafter: DeviceDrafter | None, *, vocab_size: int, lengths: Seq[int]
+        self,
+        target: DeviceRunner,
+        drafter: DeviceDrafter | None,
+        *,
+        vocab_size: int,
+        lengths: Seq[int],
+        masks: bool = True,
     ) -> None:
-        """``lengths``: the draft lengths that are captured, 0 among them."""
+        """``lengths``: the draft lengths that are captured, 0 among them; ``masks``: rows may have grammars."""
         self._target, self._drafter = target, drafter
         self.lengths = tuple(sorted({0, *lengths}))
         slab = target.slab
         self._state = DeviceRows(slab.rows, width=target.vocab_size, vocab_size=vocab_size, device=target.device)
-        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]))
+        self._programs = Programs(self._state, target, drafter, max(1, self.lengths[-1]), masks=masks)
         self._graphs = Graphs(target.device)
         self._captured: dict[tuple[str, Shape], Callable[[], None]] = {}  # by the names of ``_bodies``
         self._flight: Flight | None = None
@@ -95,6 +96,8 @@ class CapturedRounds:
         # Two that take turns, since two rounds can be under way.
         told, pinned = (self._programs.result, *self._programs.logprobs), self._graphs.enabled
         self._hosts = [[torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for t in told] for _ in "ab"]
+        drafts = self._programs.drafts
+        self._drafts = torch.zeros(drafts.shape, dtype=drafts.dtype, pin_memory=pinned)  # as they come back
 
     # -- what the round asks
 
@@ -125,6 +128,7 @@ class CapturedRounds:
             self._settle(sequences, drafting=gamma > 0)
             self._flight = self._launch(sequences, gamma)
         flight, self._flight = self._flight, None
+        self._decide(flight)
         # The draft is level only where it drafted, so a round that begins to draft starts from the host.
         same = bool(gamma) == bool(flight.shape.gamma)
         ending = any(self._over(s, gamma, rounds=2) or s.remaining <= flight.shape.gamma + 1 for s in sequences)
@@ -144,7 +148,14 @@ class CapturedRounds:
         limits = [len(p) if p is not None else 0 for p in proposals]
         self._settle(sequences, drafting=False, limits=limits)
         self._send(proposals, shape)
-        return self._read(self._launch(sequences, gamma, given=limits), sequences)
+        flight = self._launch(sequences, gamma, given=limits)
+        self._decide(flight, proposals)
+        return self._read(flight, sequences)
+
+    def complete(self) -> None:
+        """Launch all that is left of the round in flight: other work for the device is about to come behind it."""
+        if self._flight is not None:
+            self._decide(self._flight)
 
     def forget(self) -> None:
         """After a failure: nothing on the device can be trusted to be level."""
@@ -172,7 +183,15 @@ class CapturedRounds:
 
     def _verifiable(self, sequences: Seq[Sequence], shape: Shape) -> bool:
         enough = all(len(s.tokens) >= 2 and not self._over(s, shape.gamma, rounds=1) for s in sequences)
-        return enough and not self._missing("verify", shape)
+        if _masked(sequences) and self._programs.masks is None:
+            return False
+        return enough and not any(self._missing(*part) for part in self._parts(sequences, shape))
+
+    def _parts(self, sequences: Seq[Sequence], shape: Shape) -> list[tuple[str, Shape]]:
+        """The target's programs of a round, by name: one, or two where the host works masks out in between."""
+        if not _masked(sequences):
+            return [("verify", shape)]
+        return [("forward", replace(shape, kind="greedy")), ("decide", replace(shape, bound=self._bounds[-1]))]
 
     def _over(self, sequence: Sequence, gamma: int, rounds: int) -> bool:
         """Would that many rounds write past the end of a row?"""
@@ -223,72 +242,66 @@ class CapturedRounds:
         anew: bool = True,
         beside: Callable[[], None] | None = None,
     ) -> Flight:
-        """Launch a round. given: lengths of the drafts that were sent. ``anew=False``: the drafts are on the device.
-
-        ``beside``: called between drafting and verifying.
+        """Launch a round, as far as it goes without masks. given: lengths of the drafts that were sent.
+        ``anew=False``: the drafts are on the device. ``beside``: called between drafting and verifying.
         """
         shape = self._shape(sequences, gamma)
         lengths = [n for n in self.lengths if 0 < n <= gamma] if given is None and anew else []
         drafts = [self._program("draft", replace(shape, gamma=n)) for n in lengths]
-        verify = self._program("verify", shape)
-        started = self._mark()
+        first, *more = (self._program(*part) for part in self._parts(sequences, shape))
+        started = mark(self._target.device)
         for draft in drafts:
             draft()
         if beside is not None:
             beside()
-        drafted = self._mark()
-        verify()
-        host = self._fetch(shape, any(s.params.logprobs is not None for s in sequences))
-        marks = started, drafted, self._mark()
+        marks, arrived = [started, mark(self._target.device)], None
+        if more and given is None and gamma:
+            self._drafts[:gamma].copy_(self._programs.drafts[:gamma], non_blocking=True)
+            arrived = mark(self._target.device)
+        first()
         limits = tuple(given) if given is not None else tuple(gamma if s.params.speculate else 0 for s in sequences)
         behind, self._caught_up = self._caught_up, 0.0
-        ids = tuple(s.id for s in sequences)
-        return Flight(shape, host, ids, limits, marks, given is None, behind)
+        flight = Flight(shape, tuple(sequences), limits, marks, given is None, behind, arrived)
+        if not more:
+            self._fetch(flight)
+        return flight
 
-    def _mark(self) -> Any:
-        """A moment of the device's clock: an event; of the host's, in seconds, where the host does the work."""
-        if not self._graphs.enabled:
-            return perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        mark.record()
-        return mark
+    def _decide(self, flight: Flight, given: Seq[Proposal | None] | None = None) -> None:
+        """Launch what is left of a round: with masks that follow from all that is committed, and from the drafts.
+        given: those that were sent."""
+        if flight.decided:
+            return
+        proposals = given if given is not None else flight.drafts(self._drafts)
+        # The end is checked first: a sequence that ended in the round before asks for nothing any more.
+        pairs = zip(flight.sequences, proposals, strict=True)
+        masks = [[] if sequence.finished else node_masks(sequence, proposal) for sequence, proposal in pairs]
+        assert self._programs.masks is not None
+        self._programs.masks.send(masks, flight.shape.gamma + 1)
+        _, decide = self._parts(flight.sequences, flight.shape)
+        self._program(*decide)()
+        self._fetch(flight)
 
-    def _fetch(self, shape: Shape, logprobs: bool) -> list[Tensor]:
+    def _fetch(self, flight: Flight) -> None:
         """Start copying the result to the host."""
         self._hosts.reverse()
-        told = (self._programs.result, *(self._programs.logprobs if logprobs else ()))
-        host = self._hosts[0][: len(told)]
-        for here, there in zip(host, told, strict=True):
-            here[: shape.rows].copy_(there[: shape.rows], non_blocking=True)
-        return host
+        logprobs = any(s.params.logprobs is not None for s in flight.sequences)
+        told, rows = (self._programs.result, *(self._programs.logprobs if logprobs else ())), flight.shape.rows
+        flight.host = self._hosts[0][: len(told)]
+        for here, there in zip(flight.host, told, strict=True):
+            here[:rows].copy_(there[:rows], non_blocking=True)
+        flight.marks.append(mark(self._target.device))
 
     def _read(self, flight: Flight, sequences: Seq[Sequence]) -> Outcome:
-        assert flight.keys == tuple(s.id for s in sequences), "rows changed while a round was in flight"
-        if self._graphs.enabled:
-            flight.marks[-1].synchronize()
-            draft_seconds, verify_seconds = (a.elapsed_time(b) / 1e3 for a, b in pairwise(flight.marks))
-        else:
-            draft_seconds, verify_seconds = (b - a for a, b in pairwise(flight.marks))
-        proposals: list[Proposal | None] = []
-        verdicts: list[Verdict | None] = []
-        logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
-        result, *columns = flight.host
-        lines = result[: len(sequences), : 3 + flight.shape.gamma].tolist()
-        for i, (limit, (accepted, token, ok, *drafted)) in enumerate(zip(flight.limits, lines, strict=True)):
-            proposals.append(Proposal.chain(drafted[:limit]) if limit else None)
-            verdicts.append(Verdict.on(proposals[-1], range(accepted), token) if ok else None)
-            wanted = sequences[i].params.logprobs
-            if columns and wanted is not None:
-                chosen, best, ids = (column[i, : accepted + 1].tolist() for column in columns)
-                logprobs[i] = token_logprobs([*drafted[:accepted], token], chosen, best, ids, wanted)
-        self._state.advanced(sequences, verdicts)
+        assert flight.sequences == tuple(sequences), "rows changed while a round was in flight"
+        outcome = flight.outcome()
+        self._state.advanced(sequences, outcome.verdicts)
         if flight.drafted and self._drafter is not None:
-            for s, proposal, verdict in zip(sequences, proposals, verdicts, strict=True):
+            for s, proposal, verdict in zip(sequences, outcome.proposals, outcome.verdicts, strict=True):
                 if proposal is not None and verdict is not None and not s.finished:
                     # A draft that was accepted whole never read its own last token.
                     fed = len(verdict.path) - (verdict.origin == "bonus")
                     self._drafter.adopt(s, proposal.tokens[:fed])
-        return Outcome(proposals, verdicts, logprobs, draft_seconds, verify_seconds, flight.catch_up_seconds)
+        return outcome
 
     # -- capturing
 
@@ -324,6 +337,13 @@ class CapturedRounds:
             before = max((n for n in self.lengths if n < shape.gamma), default=0)
             draft = partial(self._programs.draft, shape, before)
             found["draft"] = Body(self._graphs, self._programs.draft_runner, draft, partial(draft, 2))
+        if self._programs.masks is not None:  # see ``_parts``: one is the same for all kinds, one for all bounds
+            if shape.kind == "greedy":
+                forward = partial(self._programs.forward, shape)
+                found["forward"] = Body(self._graphs, self._target, forward, forward)
+            if shape.bound == self._bounds[-1]:
+                decide = partial(self._programs.decide, shape)
+                found["decide"] = Body(self._graphs, self._target, decide, decide)
         return found
 
     def _shapes(self) -> Iterator[Shape]:

@@ -34,15 +34,15 @@ Kind = Literal["greedy", "rejected", "coupled", "full"]
 _NEVER = 1 << 40  # a draft limit that no draft reaches
 
 
-#: what each program serves, the cheapest first
+#: what each program serves, the cheapest first; masks are on the logits before any of them sees them
 _REST = PROCESSING | {"top_k", "logprobs"}
-_NONE = TENSORS_ONLY | {"structured"}  # masks are worked out on the host
+_MASKS = frozenset({"structured"})
 _DRAWN, _REJECTING = frozenset({"temperature", "top_p", "min_p"}), frozenset({"token", "block"})
 PROGRAMS: dict[Kind, Served] = {
-    "greedy": Served("greedy program", frozenset(), _REST | _DRAWN | _REJECTING | _NONE),
-    "coupled": Served("coupled program", _DRAWN, _REST | _REJECTING | _NONE),
-    "rejected": Served("rejected program", _DRAWN | _REJECTING, _REST | _NONE),
-    "full": Served("full program", _REST | _DRAWN | _REJECTING, _NONE),
+    "greedy": Served("greedy program", _MASKS, _REST | _DRAWN | _REJECTING | TENSORS_ONLY),
+    "coupled": Served("coupled program", _DRAWN | _MASKS, _REST | _REJECTING | TENSORS_ONLY),
+    "rejected": Served("rejected program", _DRAWN | _REJECTING | _MASKS, _REST | TENSORS_ONLY),
+    "full": Served("full program", _REST | _DRAWN | _REJECTING | _MASKS, TENSORS_ONLY),
 }
 
 
@@ -164,7 +164,7 @@ class DeviceRows:
         row takes in this round; None: all that is drafted, where the request allows it."""
         fresh = False
         if kind_of(sequences, drafted=True) != "greedy":  # the greedy program reads none
-            settings = tuple((s.params, s.ending_ids) for s in sequences)
+            settings = tuple((s.params, s.held_back) for s in sequences)
             fresh = settings != self._settings
             if fresh:
                 self._send_settings(sequences)
@@ -223,7 +223,7 @@ class DeviceRows:
             self.bias[row, torch.tensor(list(pairs), device=self.device)] = torch.tensor(
                 list(pairs.values()), device=self.device
             )
-        ends = [i for i in s.ending_ids if i < self.vocab_size]
+        ends = [i for i in s.held_back if i < self.vocab_size]
         if s.params.min_tokens and ends:
             self.endings[row, torch.tensor(ends, device=self.device)] = True
         self._odd.add(row)

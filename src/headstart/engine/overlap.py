@@ -76,7 +76,9 @@ class OverlappedRounds(CapturedRounds):
 
     def _pays(self, sequences: Seq[Sequence], gamma: int) -> bool:
         shape = self._shape(sequences, gamma)
-        fits = len(sequences) == 1 and sequences[0].params.speculate and gamma > 0 and shape.kind != "full"
+        alone = len(sequences) == 1 and sequences[0].params.speculate
+        # A row with a grammar is not drafted ahead: what it is decided by waits for the host.
+        fits = alone and sequences[0].constraint is None and gamma > 0 and shape.kind != "full"
         room = not any(self._over(s, gamma, rounds=2) for s in sequences)  # the continuation's own round
         return fits and room and self._whole >= WORTH and not self._missing("continue", shape)
 

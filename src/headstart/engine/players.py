@@ -3,7 +3,7 @@
     on the device     draft, verify and decide are captured; the next round may be launched before this one is read.
                       With a drafter on the host: rounds in which it has nothing to say
     drafted on host   guesses from the host (``lookup``, a head, anybody's drafter), verified and decided on the device
-    step by step      everything else: trees, grammars, prompts' ends, models that cannot be captured, no GPU
+    step by step      everything else: trees, prompts' ends, models that cannot be captured, no GPU
 
 Knows: who takes which round. Does not know: what becomes of its outcome (``round``).
 """

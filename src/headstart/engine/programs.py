@@ -4,10 +4,13 @@ Knows: the order of a round's work on the device. Does not know: when it is play
 
 How a token is drawn is ``draft_sampler``'s business, how it is judged ``judge``'s; both are the eager path's own.
 Nothing here reads a tensor on the host, so on a GPU a program is captured once and replayed; elsewhere it is called.
+Where rows have grammars, verify-and-decide is two programs: the forward, which leaves its logits, and the decision,
+which needs their masks. The host works these out in between.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +27,7 @@ from ..maths.verify import Verdicts, coupled_rule
 from ..maths.warp import History
 from ..sampling import MAX_LOGPROBS
 from ..types import Draw
+from .device_masks import DeviceMasks
 from .device_rows import DeviceRows, Kind
 from .judge import VerdictInputs, decide_mixed, targets_of
 
@@ -49,10 +53,12 @@ class Logprobs(NamedTuple):
 
 
 class Programs:
-    """The two programs of any shape, and the buffers they share."""
+    """The programs of any shape, and the buffers they share."""
 
-    def __init__(self, state: DeviceRows, target: DeviceRunner, drafter: DeviceDrafter | None, most: int) -> None:
-        """``most``: the longest draft."""
+    def __init__(
+        self, state: DeviceRows, target: DeviceRunner, drafter: DeviceDrafter | None, most: int, *, masks: bool = True
+    ) -> None:
+        """``most``: the longest draft; ``masks``: rows may have grammars."""
         self.state, self.vocab_ops = state, vocab_ops_of(state.device)
         self._in_one = state.device.type == "cuda" and available() is None  # a round's end is one kernel
         self._target, self._drafter = target, drafter
@@ -73,6 +79,10 @@ class Programs:
             fed: torch.tensor([[i + fed - 1 if i else 0] for i in range(most)], device=device) for fed in (1, 2)
         }
         self._scratch = torch.zeros_like(state.counts) if drafter is not None else None
+        self.masks = DeviceMasks(rows, most + 1, target.vocab_size, device) if masks else None
+        # The target's logits, between a forward and its decision.
+        kept = torch.float64 if target.dtype == torch.float64 else torch.float32
+        self._logits = torch.zeros(rows * (most + 1) * target.vocab_size * masks, dtype=kept, device=device)
 
     @property
     def draft_runner(self) -> DeviceRunner:
@@ -146,16 +156,42 @@ class Programs:
 
     def verify(self, shape: Shape) -> None:
         """One forward of the target over the drafts, the verdicts, and the table brought up to date."""
-        s, rows, gamma = self.state, shape.rows, shape.gamma
-        tokens = torch.cat([s.last[:rows, 1:], self.drafts[:gamma, :rows].T], dim=1)
-        logits = self._target.device_forward(tokens, s.lengths[:rows], gamma + 1, shape.bound)
+        tokens = self._nodes(shape)
+        logits = self._read(shape, tokens)
+        self._end(shape, tokens, logits, logits)
+
+    def forward(self, shape: Shape) -> None:
+        """The first half of ``verify``: the logits are kept, whatever the shape's kind."""
+        self._kept(shape).copy_(self._read(shape, self._nodes(shape)))
+
+    def decide(self, shape: Shape) -> None:
+        """Its second half, with the masks that were sent meanwhile; whatever the shape's bound."""
+        assert self.masks is not None
+        logits = self._kept(shape)
+        allowed = self.vocab_ops.masked(logits, self.masks.bits[: shape.rows, : shape.gamma + 1])
+        self._end(shape, self._nodes(shape), allowed, logits)
+
+    def _nodes(self, shape: Shape) -> Tensor:
+        """[R, N+1]: the last committed token and the drafted ones."""
+        return torch.cat([self.state.last[: shape.rows, 1:], self.drafts[: shape.gamma, : shape.rows].T], dim=1)
+
+    def _read(self, shape: Shape, tokens: Tensor) -> Tensor:
+        return self._target.device_forward(tokens, self.state.lengths[: shape.rows], shape.gamma + 1, shape.bound)
+
+    def _kept(self, shape: Shape) -> Tensor:
+        """[R, N+1, V], in one piece."""
+        size = shape.rows, shape.gamma + 1, self._target.vocab_size
+        return self._logits[: math.prod(size)].view(size)
+
+    def _end(self, shape: Shape, tokens: Tensor, logits: Tensor, raw: Tensor) -> None:
+        """The verdicts, and the table brought up to date. raw: logits without any mask."""
         if shape.kind == "greedy" or shape.kind == "coupled":
             targets = targets_of(shape.kind, logits, self._given(shape, tokens))
             accepted, token = self._close(shape, tokens, targets, None)
         else:
             accepted, token = self._close(shape, tokens, None, self._verdicts(shape, logits, tokens))
         if shape.kind == "full":
-            self._books(shape, logits, tokens, accepted, token)
+            self._books(shape, raw, tokens, accepted, token)
 
     def _close(
         self, shape: Shape, tokens: Tensor, targets: Tensor | None, found: tuple[Tensor, Tensor, Tensor] | None

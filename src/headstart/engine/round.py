@@ -65,6 +65,8 @@ class Reading(NamedTuple):
 def begin_reading(context: RoundContext, chunks: Seq[Chunk]) -> Reading:
     """Read parts of prompts, in one forward but for those whose log-probabilities are asked for. A device does so
     behind what it has in flight for other rows."""
+    if context.captured is not None:
+        context.captured.complete()
     runner, clock = context.runner, Clock(context.runner.device)
     plain, scored = [c for c in chunks if not c.scored], [c for c in chunks if c.scored]
     pieces = [(chunk.row, chunk.tokens) for chunk in plain]

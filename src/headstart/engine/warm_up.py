@@ -28,10 +28,17 @@ _TOGETHER = (1, 2, 3, 9, 17, 33)  # parts of prompts read in one forward: the he
 
 
 def open_captured(
-    runner: ModelRunner, drafter: Drafter | None, config: DraftConfig, vocab_size: int, tell: Tell, *, name: str
+    runner: ModelRunner,
+    drafter: Drafter | None,
+    config: DraftConfig,
+    vocab_size: int,
+    tell: Tell,
+    *,
+    name: str,
+    masks: bool,
 ) -> CapturedRounds | None:
     """Captured rounds for this target and drafter; None where there is no GPU or the model cannot be captured.
-    ``name``: what to call the target where people are told so."""
+    ``name``: what to call the target where people are told so; ``masks``: requests may have grammars."""
     target = runner.on_device()
     if target is None or target.device.type != "cuda":
         return None
@@ -43,7 +50,7 @@ def open_captured(
     overlap = config.overlap if config.overlap is not None else fixed and not slow
     kind = OverlappedRounds if overlap and model is not None else CapturedRounds
     with torch.cuda.device(target.device):
-        rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths)
+        rounds = kind(target, model, vocab_size=vocab_size, lengths=lengths, masks=masks)
         return rounds if _captured(rounds, name, tell, compiled=not slow) else None
 
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from importlib.util import find_spec
 from threading import Event, Lock, Semaphore, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,11 @@ class Grammars:
         self._running: dict[Structured, _Job] = {}
         self._reading, self._books, self._places = Lock(), Lock(), Semaphore(AT_ONCE)
         self._process = os.getpid()
+
+    @property
+    def possible(self) -> bool:
+        """Is there what it takes to compile anything: a tokenizer, and llguidance?"""
+        return self._source is not None and find_spec("llguidance") is not None
 
     def prepare(self) -> None:
         """Read the tokenizer now. It takes a second or two for a large one, in which no other thread gets on."""

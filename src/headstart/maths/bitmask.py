@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..types import Mask
 
-__all__ = ["allows", "only", "unpacked"]
+__all__ = ["allows", "masked", "only", "unpacked"]
 
 
 def allows(mask: Mask, token: int) -> bool:
@@ -27,6 +27,14 @@ def only(mask: Mask) -> int | None:
     if len(words) != 1 or (word := int(mask[words[0]])) & (word - 1):
         return None
     return int(words[0]) * 32 + word.bit_length() - 1
+
+
+def masked(logits: Tensor, bits: Tensor) -> Tensor:
+    """logits [R, N, V] without the tokens whose bits are not set: bits [R, N, W] int32, 32 tokens each -> a new tensor.
+    A sum, so that NaN stays where it is. Nothing here waits for a device."""
+    places = torch.arange(32, device=bits.device, dtype=bits.dtype)
+    allowed = (bits.unsqueeze(-1) >> places & 1).flatten(-2)[..., : logits.shape[-1]]
+    return logits + torch.where(allowed > 0, 0.0, -torch.inf).to(logits.dtype)
 
 
 def unpacked(masks: Sequence[Sequence[Mask | None]], nodes: int, width: int, device: torch.device | str) -> Tensor:

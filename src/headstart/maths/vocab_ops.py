@@ -19,6 +19,7 @@ from ..types import Mask, SamplingParams, Verification
 from . import noise
 from .argmax import argmax
 from .asks import Asks, Served
+from .bitmask import masked
 from .warp import Warp
 
 __all__ = ["PLAIN", "ChainReject", "DraftedChain", "RowDraw", "Rule", "VocabOps"]
@@ -72,6 +73,8 @@ class VocabOps:
     #: the same, but -1 where the largest is not a finite number; None: by ``argmax``
     peaks: Callable[[Tensor], Tensor] | None = None
     race: Callable[[Tensor, noise.Keys], Tensor] = noise.race
+    #: logits [R, N, V] without the tokens whose bits [R, N, W] int32 are not set
+    masked: Callable[[Tensor, Tensor], Tensor] = masked
     keys: Callable[[Tensor, Tensor, Tensor | int, Tensor | int], noise.Keys] = _keys
     #: temperature, truncation and softmax of logits [R, N, V]; None: ``distribution``'s own
     sampled: Callable[[Tensor, Warp], Tensor] | None = None

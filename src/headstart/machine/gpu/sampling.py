@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...maths import noise
+from ...maths import bitmask, noise
 from ...maths.vocab_ops import VocabOps
 from ...maths.warp import Warp
 from . import SAMPLES
 from .kernels import sampling
 from .kernels.keys import keys
+from .kernels.masks import masked
 from .kernels.reject import rejected
 
 __all__ = ["INNER"]
@@ -33,6 +34,10 @@ def _peaks(x: Tensor) -> Tensor:
 
 def _race(p: Tensor, words: noise.Keys) -> Tensor:
     return sampling.race(p.contiguous(), words) if p.dtype == torch.float32 else noise.race(p, words)
+
+
+def _masked(x: Tensor, bits: Tensor) -> Tensor:
+    return masked(x, bits) if _fits(x) and bits.stride(2) == 1 else bitmask.masked(x, bits)
 
 
 def _nucleus(x: Tensor, warp: Warp, words: noise.Keys | None, into: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -56,6 +61,7 @@ INNER = VocabOps(
     argmax=_argmax,
     peaks=_peaks,
     race=_race,
+    masked=_masked,
     keys=keys,
     sampled=_sampled,
     drawn=_drawn,
