@@ -99,8 +99,7 @@ def assemble(
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
             given = partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
             drafter = _drafter(draft, given)
-        eos = eos_ids(target)
-        grammars = Grammars(target.tokenizer, width=runner.vocab_size, eos=eos)
+        grammars = Grammars(target.tokenizer, width=runner.vocab_size, eos=(eos := eos_ids(target)))
         named = partial(open_captured, name=target.report.architecture, masks=grammars.possible)
         captured = named(runner, drafter, config.draft, vocab_size, tell)
         if drafter is not None:
