@@ -47,7 +47,8 @@ def raw(name: str, extreme: bool = False) -> np.ndarray:
     if extreme:
         found[:] = 255 if name not in ("Q6_K", "Q8_0") else 128  # Q6_K: scales of -128
         if name == "Q6_K":
-            found[..., :192] = 0  # numbers of -32
+            found[::2, :, :192] = 0  # numbers of -32
+            found[1::2, :, :192] = 255  # and of 31, whose sums before the 32 is off go past 16 bits
     for at in halves:
         scale = rng.normal(size=(OUTPUTS, INPUTS // block, 1)).astype(np.float16) * np.float16(0.01)
         found[..., at : at + 2] = scale.view(np.uint8)

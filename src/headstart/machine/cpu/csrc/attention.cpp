@@ -102,26 +102,10 @@ static __attribute__((noinline)) void many_scores(const float* const* q, const f
 
 // 16 x 16 numbers: rows become columns.
 static HS_INLINE void turn(vf* r) {
-    for (int i = 0; i < 8; i++) {
-        const vf a = r[i], b = r[i + 8];
-        r[i] = HS_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        r[i + 8] = HS_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 16; i = (i + 5) & ~4) {
-        const vf a = r[i], b = r[i + 4];
-        r[i] = HS_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        r[i + 4] = HS_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 16; i = (i + 3) & ~2) {
-        const vf a = r[i], b = r[i + 2];
-        r[i] = HS_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        r[i + 2] = HS_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    for (int i = 0; i < 16; i += 2) {
-        const vf a = r[i], b = r[i + 1];
-        r[i] = HS_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        r[i + 1] = HS_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
+    for (int i = 0; i < 8; i++) swap8(r[i], r[i + 8]);
+    for (int i = 0; i < 16; i = (i + 5) & ~4) swap4(r[i], r[i + 4]);
+    for (int i = 0; i < 16; i = (i + 3) & ~2) swap2(r[i], r[i + 2]);
+    for (int i = 0; i < 16; i += 2) swap1(r[i], r[i + 1]);
 }
 
 template <typename T> static __attribute__((noinline)) void turn_block(const T* keys, int dim, float* to) {
@@ -202,13 +186,13 @@ static __attribute__((noinline)) void soften(Query& query) {
     vf most = low, total = none;
     for (int b = first; b < query.to; b += LANES) {
         vf s = load(query.scores + b);
-        if (edge(b)) s = seen(b) ? s : low;
+        if (edge(b)) s = choose(seen(b), s, low);
         most = larger(s, most);
     }
     const vf top = splat(greatest(most));
     for (int b = first; b < query.to; b += LANES) {
         vf p = exponential(load(query.scores + b) - top);
-        if (edge(b)) p = seen(b) ? p : none;
+        if (edge(b)) p = choose(seen(b), p, none);
         store(query.scores + b, p);
         total += p;
     }

@@ -18,7 +18,7 @@ typedef int32_t four_numbers __attribute__((may_alias, aligned(1)));
 
 // For processors that gain nothing from several tokens at once: a Block that has ``dot_one``.
 template <typename Own, int W> struct TokenByToken {
-    static constexpr int FEW = 0;
+    static constexpr int FEW = 0, AT_ONCE = 1;
     template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t* offset, vf (*found)[W]) const {
         for (int t = 0; t < N; t++) own().template dot_one<KIND>(a + GROUP * t, offset + t, found[t]);
     }
@@ -68,7 +68,7 @@ HS_INLINE __m512i high_bits(__m512i x, __m512i y, __m512i z) {
 }
 
 template <int W> struct Block {
-    static constexpr int FEW = 4;  // tokens whose sums find room in the registers beside the weights
+    static constexpr int FEW = 4, AT_ONCE = 2;  // tokens whose sums find room in the registers beside the weights
     __m512i w[W][8];
     template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) {
         __m512i* to = w[tile];
@@ -121,80 +121,133 @@ template <int W> struct Block {
 
 #elif defined(__AVX2__)
 
-template <int W> struct Block : TokenByToken<Block<W>, W> {
-    __m256i w[W][16];  // INT8: with sign; else from 0 on
-    template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) {
-        auto* to = w[tile];
-        if (KIND == INT8) {
-            const __m256i sign = _mm256_set1_epi8(-128);
-            for (int j = 0; j < 16; j++) to[j] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(p + 32 * j)), sign);
-            return;
-        }
+// Said plainly, because compilers left to themselves load everything that is used twice at the beginning, find no room for
+// it and store it again, and put additions off until no product finds room either.
+
+// Four numbers from memory, in all lanes: as a float, which takes no part of the units that multiply and add.
+HS_INLINE __m256i in_all_lanes(const four_numbers* four) {
+    __m256i x;
+    __asm__ volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*four));
+    return x;
+}
+HS_INLINE __m256i from_memory(const void* p) {
+    __m256i x;
+    __asm__ volatile("vmovdqu %1, %0" : "=x"(x) : "m"(*(const __m256i_u*)p));
+    return x;
+}
+// The same address, from which others are counted: compilers like to keep all of them, and find no room for them either.
+template <typename T> HS_INLINE const T* one_address(const T* p) {
+    __asm__("" : "+r"(p));
+    return p;
+}
+// sum (+)= products of bytes, two by two: ``w`` without a sign, ``x`` with one.
+HS_INLINE void first_products(__m256i& sum, __m256i w, __m256i x) {
+    __asm__ volatile("vpmaddubsw %2, %1, %0" : "=x"(sum) : "x"(w), "x"(x));
+}
+HS_INLINE void add_products(__m256i& sum, __m256i w, __m256i x) {
+    __m256i both;
+    __asm__ volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(both) : "x"(w), "x"(x));
+}
+
+// Numbers of W tiles as they lie in memory, taken apart when they are used: for a few tokens, which use them once.
+// weights<KIND>(i, k, half): quad k of outputs 8 * half .. + 7 of tile i. INT8: with sign; else from 0 on.
+template <int W> struct Packed {
+    const uint8_t* from[W];
+    template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) { from[tile] = p; }
+    template <int KIND> HS_INLINE __m256i weights(int i, int k, int half) const {
+        const uint8_t* p = from[i] + 32 * half;
+        if (KIND == INT8) return _mm256_xor_si256(from_memory(p + 64 * k), _mm256_set1_epi8(-128));
         if (KIND == Q6_K) {
-            const __m256i low = _mm256_set1_epi8(63), top = _mm256_set1_epi8(3);
-            for (int i = 0; i < 4; i++) {  // both halves of 16 inputs, outputs 0 .. 7 and 8 .. 15
-                const __m256i* from = (const __m256i*)(p + i / 2 * 192 + i % 2 * 32);
-                const __m256i x = _mm256_loadu_si256(from), y = _mm256_loadu_si256(from + 2), z = _mm256_loadu_si256(from + 4);
-                const __m256i a = _mm256_and_si256(_mm256_srli_epi16(x, 6), top);
-                const __m256i b = _mm256_and_si256(_mm256_srli_epi16(y, 4), _mm256_slli_epi16(top, 2));
-                const __m256i c = _mm256_and_si256(_mm256_srli_epi16(z, 2), _mm256_slli_epi16(top, 4));
-                __m256i* own = to + i / 2 * 8 + i % 2;
-                own[0] = _mm256_and_si256(x, low);
-                own[2] = _mm256_and_si256(y, low);
-                own[4] = _mm256_and_si256(z, low);
-                own[6] = _mm256_or_si256(_mm256_or_si256(a, b), c);
+            p += k / 4 * 192;
+            if (k % 4 < 3) return _mm256_and_si256(from_memory(p + 64 * (k % 4)), _mm256_set1_epi8(63));
+            const __m256i top = _mm256_set1_epi8(3);
+            const __m256i a = _mm256_and_si256(_mm256_srli_epi16(from_memory(p), 6), top);
+            const __m256i b = _mm256_and_si256(_mm256_srli_epi16(from_memory(p + 64), 4), _mm256_slli_epi16(top, 2));
+            const __m256i c = _mm256_and_si256(_mm256_srli_epi16(from_memory(p + 128), 2), _mm256_slli_epi16(top, 4));
+            return _mm256_or_si256(_mm256_or_si256(a, b), c);
+        }
+        const __m256i x = from_memory(p + 64 * (k % 4)), low = _mm256_set1_epi8(15);
+        const __m256i four = _mm256_and_si256(k < 4 ? x : _mm256_srli_epi16(x, 4), low);
+        if (KIND != Q5_K) return four;
+        const __m256i bits = from_memory(p + 256), bit = _mm256_set1_epi8(16);
+        const __m256i high = k < 4 ? _mm256_slli_epi16(bits, 4 - k) : _mm256_srli_epi16(bits, k - 4);
+        return _mm256_or_si256(four, _mm256_and_si256(high, bit));
+    }
+};
+// The same, taken apart once for many tokens.
+template <int W> struct Unpacked {
+    __m256i w[W][16];
+    template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) {
+        Packed<1> packed{{p}};
+#pragma GCC unroll 16
+        for (int j = 0; j < 16; j++) w[tile][j] = packed.template weights<KIND>(0, j / 2, j % 2);
+    }
+    template <int KIND> HS_INLINE __m256i weights(int i, int k, int half) const { return from_memory(&w[i][2 * k + half]); }
+};
+
+template <int W, typename Numbers = Unpacked<W>> struct Block {
+    static constexpr int FEW = 4, AT_ONCE = 4;  // tokens whose sums find room in the registers
+    Numbers numbers;
+    template <int KIND> HS_INLINE void unpack(int tile, const uint8_t* p) { numbers.template unpack<KIND>(tile, p); }
+
+    // found[t][i] (+)= products of token t with quads FROM .. TO - 1 of tile i's lanes 8 * half .. + 7, two of a quad's in
+    // each sum.
+    template <int KIND, int FROM, int TO, int N, bool FIRST = true>
+    HS_INLINE void pairs(const int8_t* a, int half, __m256i (*found)[W]) const {
+        a = one_address(a);
+#pragma GCC unroll 8
+        for (int k = FROM; k < TO; k++) {
+            __m256i y[W];
+            for (int i = 0; i < W; i++) y[i] = numbers.template weights<KIND>(i, k, half);
+            for (int t = 0; t < N; t++) {
+                const __m256i x = in_all_lanes((const four_numbers*)(a + GROUP * t) + k);
+                for (int i = 0; i < W; i++)
+                    if (FIRST && k == FROM)
+                        first_products(found[t][i], y[i], x);
+                    else
+                        add_products(found[t][i], y[i], x);
             }
+        }
+    }
+    template <int KIND, int N> HS_INLINE void dot(const int8_t* a, const int32_t*, vf (*found)[W]) const {
+        union Halves { vf v; __m256 h[2]; };
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            __m256i s[N][W];
+            sums<KIND, N>(a, half, s);
+            for (int t = 0; t < N; t++)
+                for (int i = 0; i < W; i++) ((Halves*)(found[t] + i))->h[half] = _mm256_cvtepi32_ps(s[t][i]);
+        }
+    }
+
+  private:
+    // Lanes 8 * half .. + 7 of the sums over all quads.
+    template <int KIND, int N> HS_INLINE void sums(const int8_t* a, int half, __m256i (*s)[W]) const {
+        const __m256i ones = _mm256_set1_epi16(1);
+        a = one_address(a);
+        if (KIND == INT4) {  // 8 * 2 * 127 * 15 fits 16 bits
+            pairs<KIND, 0, 8, N>(a, half, s);
+            for (int t = 0; t < N; t++)
+                for (int i = 0; i < W; i++) s[t][i] = _mm256_madd_epi16(s[t][i], ones);
             return;
         }
-        const __m256i low = _mm256_set1_epi8(15);
-        for (int j = 0; j < 8; j++) {
-            const __m256i x = _mm256_loadu_si256((const __m256i*)(p + 32 * j));
-            to[j] = _mm256_and_si256(x, low);
-            to[j + 8] = _mm256_and_si256(_mm256_srli_epi16(x, 4), low);
-        }
-        if (KIND == Q5_K) {
-            const __m256i bit = _mm256_set1_epi8(16);
-            for (int j = 0; j < 16; j++) {
-                const __m256i x = _mm256_loadu_si256((const __m256i*)(p + 256 + j % 2 * 32));
-                const __m256i high = j < 8 ? _mm256_slli_epi16(x, 4 - j / 2) : _mm256_srli_epi16(x, j / 2 - 4);
-                to[j] = _mm256_or_si256(to[j], _mm256_and_si256(high, bit));
+        for (int t = 0; t < N; t++)
+            for (int i = 0; i < W; i++) s[t][i] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            __m256i y[W];
+            for (int i = 0; i < W; i++) y[i] = numbers.template weights<KIND>(i, k, half);
+            for (int t = 0; t < N; t++) {
+                const __m256i x = in_all_lanes((const four_numbers*)(a + GROUP * t) + k);
+                for (int i = 0; i < W; i++) {  // |y| * (x with y's sign): at most 2 * 128 * 127
+                    const __m256i both = _mm256_maddubs_epi16(_mm256_abs_epi8(y[i]), _mm256_sign_epi8(x, y[i]));
+                    s[t][i] = _mm256_add_epi32(s[t][i], _mm256_madd_epi16(both, ones));
+                }
             }
-        }
-    }
-    // pairs = products of quads from .. to - 1 and lanes 8 * half .. + 7, two of each quad's in each sum.
-    template <int KIND> HS_INLINE void pairs(const int8_t* a, int half, int from, int to, __m256i* found) const {
-        for (int i = 0; i < W; i++) found[i] = _mm256_setzero_si256();
-        for (int k = from; k < to; k++) {
-            const __m256i x = _mm256_set1_epi32(((const four_numbers*)a)[k]);
-            for (int i = 0; i < W; i++) {
-                const __m256i y = w[i][2 * k + half];
-                const __m256i both = KIND == INT8  // |y| * (x with y's sign): at most 2 * 128 * 127
-                                         ? _mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y))
-                                         : _mm256_maddubs_epi16(y, x);
-                found[i] = _mm256_add_epi16(found[i], both);
-            }
-        }
-    }
-    // Lanes 8 * half .. + 7 of the sums over quads from .. to - 1.
-    template <int KIND> HS_INLINE void some(const int8_t* a, int half, int from, int to, __m256i* s) const {
-        // How many pairs of products still fit 16 bits: n * 2 * 127 * (15 or 63) < 2^15
-        constexpr int FIT = KIND == INT4 ? 8 : KIND == Q6_K ? 2 : 1;
-        for (int i = 0; i < W; i++) s[i] = _mm256_setzero_si256();
-        for (int j = from; j < to; j += FIT) {
-            __m256i found[W];
-            pairs<KIND>(a, half, j, j + FIT, found);
-            for (int i = 0; i < W; i++) s[i] = _mm256_add_epi32(s[i], _mm256_madd_epi16(found[i], _mm256_set1_epi16(1)));
-        }
-    }
-    template <int KIND> HS_INLINE void dot_one(const int8_t* a, const int32_t*, vf* found) const {
-        union Halves { vf v; __m256 h[2]; };
-        for (int half = 0; half < 2; half++) {
-            __m256i s[W];
-            some<KIND>(a, half, 0, 8, s);
-            for (int i = 0; i < W; i++) ((Halves*)(found + i))->h[half] = _mm256_cvtepi32_ps(s[i]);
         }
     }
 };
+template <int W> using PackedBlock = Block<W, Packed<W>>;
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
@@ -283,10 +336,14 @@ template <int W> struct Block : TokenByToken<Block<W>, W> {
         return v;
     }
     template <int KIND> HS_INLINE void dot_one(const int8_t* a, const int32_t* offset, vf* found) const {
-        for (int i = 0; i < W; i++) found[i] = __builtin_convertvector(some(w[i], a, KIND == INT8 ? *offset : 0, 0, 8), vf);
+        for (int i = 0; i < W; i++) found[i] = to_floats(some(w[i], a, KIND == INT8 ? *offset : 0, 0, 8));
     }
 };
 
+#endif
+
+#if !defined(__AVX2__) || defined(__AVX512VNNI__)
+template <int W> using PackedBlock = Block<W>;  // for a few tokens: the same here
 #endif
 
 // Products of bytes and nothing else, as fast as the processor goes; how many there were. ``seen``: so that none is left out.
@@ -303,6 +360,22 @@ HS_INLINE int64_t most_products(int64_t rounds, int32_t* seen) {
     for (int i = 1; i < SUMS; i++) s[0] = _mm512_xor_si512(s[0], s[i]);
     *seen = sum((vi)s[0]);
     return rounds * SUMS * 64;
+#elif defined(__AVX2__)
+    constexpr int SUMS = 12;  // a sum of two products each; a register is left for what is to be added
+    __m256i s[SUMS];
+    for (int i = 0; i < SUMS; i++) s[i] = _mm256_set1_epi16((short)i);
+    const __m256i w = _mm256_set1_epi8((char)(1 + *seen % 2)), x = _mm256_set1_epi8((char)(2 + *seen % 3));
+#pragma GCC unroll 1
+    for (int64_t n = 0; n < rounds; n++)
+#pragma GCC unroll 12
+        for (int i = 0; i < SUMS; i++) {
+            __m256i both;
+            first_products(both, w, x);  // the same every time, which a compiler must not see
+            s[i] = _mm256_add_epi16(s[i], both);
+        }
+    for (int i = 1; i < SUMS; i++) s[0] = _mm256_xor_si256(s[0], s[i]);
+    *seen = _mm256_extract_epi32(s[0], 0);
+    return rounds * SUMS * 32;
 #else
     (void)rounds, (void)seen;
     return 0;  // not measured

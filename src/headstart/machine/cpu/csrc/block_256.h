@@ -30,9 +30,9 @@ struct Pairs {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
-template <int KIND, int W> struct ScaledBlock {
+template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
     static constexpr int PARTS = KIND == Q4_K ? 1 : 2;  // sums of a group that fit 16 bits
-    Block<W> numbers;
+    Numbers numbers;
     __m512i s[W][PARTS];  // 16 bits in each lane, and 16 of zeros, because a sum's upper half is only its sign
 
     HS_INLINE void from(int tile, const uint8_t* block, int g) {  // ``g``: number of the group in the block
@@ -89,17 +89,20 @@ struct Minima {
 
 union HalfSums { vi v; __m256i h[2]; };
 
-template <int KIND, int W> struct ScaledBlock {
+template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
     static constexpr int PARTS = KIND == Q4_K ? 1 : 2;
-    Block<W> numbers;
-    __m256i s[W][2];  // of outputs 0 .. 7 and 8 .. 15: two equal ones of 16 bits for each; Q6_K: those of both parts
+    Numbers numbers;
+    __m256i s[W][4];  // of outputs 0 .. 7 and 8 .. 15: two equal ones of 16 bits for each; Q6_K: both parts', one by one
 
     HS_INLINE void from(int tile, const uint8_t* block, int g) {
         const uint8_t* scales = block + scales_at(KIND);
         numbers.template unpack<KIND>(tile, block + group_bytes(KIND) * g);
         for (int half = 0; half < 2; half++) {
             if (KIND == Q6_K) {
-                s[tile][half] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(scales + 2 * LANES * g + LANES * half)));
+                const uint8_t* own = scales + 2 * LANES * g + LANES * half;
+                const __m256i both = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)own));
+                s[tile][half] = _mm256_blend_epi16(both, _mm256_slli_epi32(both, 16), 0xaa);
+                s[tile][2 + half] = _mm256_blend_epi16(_mm256_srli_epi32(both, 16), both, 0xaa);
                 continue;
             }
             const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(scales + LANES * g + 8 * half)));
@@ -108,34 +111,29 @@ template <int KIND, int W> struct ScaledBlock {
     }
     template <int N>
     HS_INLINE void add(const int8_t* a, const int32_t* halves, const four_numbers* factors, vi* whole, int apart) const {
-        for (int t = 0; t < N; t++) {
-            const __m256i factor = _mm256_set1_epi32(factors[t]);
-            for (int half = 0; half < 2; half++) add_half(a + GROUP * t, halves + 2 * t, factor, half, whole + t, apart);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            add_part<0, N>(a, halves, factors, half, whole, apart);
+            if (PARTS == 2) add_part<1, N>(a, halves, factors, half, whole, apart);
         }
     }
 
   private:
-    HS_INLINE void add_half(const int8_t* a, const int32_t* halves, __m256i factor, int half, vi* whole, int apart) const {
-        __m256i found[W], second[W];
-        if (KIND == Q6_K) {
-            numbers.template some<KIND>(a, half, 0, 4, found);
-            numbers.template some<KIND>(a, half, 4, 8, second);
+    template <int PART, int N>
+    HS_INLINE void add_part(const int8_t* a, const int32_t* halves, const four_numbers* factors, int half, vi* whole,
+                            int apart) const {
+        __m256i found[N][W];
+        if (KIND == Q6_K)  // its sums go past 16 bits and come back, since they begin with what belongs off them
+            for (int t = 0; t < N; t++)
+                for (int i = 0; i < W; i++) found[t][i] = in_all_lanes((const four_numbers*)halves + 2 * t + PART);
+        numbers.template pairs<KIND, 8 / PARTS * PART, 8 / PARTS * (PART + 1), N, KIND != Q6_K>(a, half, found);
+        for (int t = 0; t < N; t++) {
+            const __m256i factor = in_all_lanes(factors + t);
             for (int i = 0; i < W; i++) {
-                const __m256i x = _mm256_add_epi32(found[i], _mm256_set1_epi32(halves[0]));
-                const __m256i y = _mm256_add_epi32(second[i], _mm256_set1_epi32(halves[1]));
-                found[i] = _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xaa);
+                const __m256i scale = _mm256_mullo_epi16(s[i][KIND == Q6_K ? 2 * PART + half : half], factor);
+                __m256i& to = ((HalfSums*)(whole + i * apart + t))->h[half];
+                to = _mm256_add_epi32(to, _mm256_madd_epi16(found[t][i], scale));
             }
-            return scale(found, factor, half, whole, apart);
-        }
-        for (int part = 0; part < PARTS; part++) {
-            numbers.template pairs<KIND>(a, half, 8 / PARTS * part, 8 / PARTS * (part + 1), found);
-            scale(found, factor, half, whole, apart);
-        }
-    }
-    HS_INLINE void scale(const __m256i* found, __m256i factor, int half, vi* whole, int apart) const {
-        for (int i = 0; i < W; i++) {
-            __m256i& to = ((HalfSums*)(whole + i * apart))->h[half];
-            to = _mm256_add_epi32(to, _mm256_madd_epi16(found[i], _mm256_mullo_epi16(s[i][half], factor)));
         }
     }
 };
@@ -156,9 +154,9 @@ struct Minima {
 #else
 
 // Whole numbers of 32 bits, from ``Block::some``.
-template <int KIND, int W> struct ScaledBlock {
+template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
     static constexpr int PARTS = KIND == Q6_K ? 2 : 1;
-    Block<W> numbers;
+    Numbers numbers;
     vi s[W][PARTS];
 
     HS_INLINE void from(int tile, const uint8_t* block, int g) {
@@ -187,13 +185,13 @@ template <int KIND, int W> struct ScaledBlock {
         union { vi v; int32x4_t q[4]; } sums;
         for (int q = 0; q < 4; q++) {
             sums.q[q] = vdupq_n_s32(offset);
-            for (int j = from; j < to; j += 4) sums.q[q] = Block<W>::some(sums.q[q], numbers.w[tile], j, q, vld1q_s8(a + 4 * j));
+            for (int j = from; j < to; j += 4) sums.q[q] = Numbers::some(sums.q[q], numbers.w[tile], j, q, vld1q_s8(a + 4 * j));
         }
         return sums.v;
     }
 #else
     HS_INLINE vi found(int tile, const int8_t* a, int32_t offset, int from, int to) const {
-        return Block<W>::some(numbers.w[tile], a, offset, from, to);
+        return Numbers::some(numbers.w[tile], a, offset, from, to);
     }
 #endif
 };

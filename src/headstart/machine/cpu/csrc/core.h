@@ -2,7 +2,8 @@
 //
 // Knows: vectors, half floats, exp. Does not know: matrices, threads, models.
 //
-// Written with the compiler's own vector types, so that one source serves AVX-512, AVX2 and machines without either.
+// Written with the compiler's own vector types, so that one source serves AVX-512 and machines without it; AVX2 has types of
+// its own (vector_avx2.h) with the same operators.
 // Every function here has one order of operations: a token's numbers never depend on what is computed beside it.
 #pragma once
 #include <cstddef>
@@ -18,12 +19,21 @@
 #define HS_API extern "C" __attribute__((visibility("default")))
 
 namespace hs {
-
 constexpr int LANES = 16;  // outputs of a tile, floats of a vector
 constexpr int GROUP = 32;  // inputs that share a scale
+}  // namespace hs
 
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
+#define HS_TWO_HALVES 1
+#include "vector_avx2.h"
+#endif
+
+namespace hs {
+
+#if !defined(HS_TWO_HALVES)
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
 typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
 
 #if defined(__AVX512F__)  // said plainly, because compilers like to copy 64 bytes as two halves by way of the stack
@@ -36,18 +46,17 @@ HS_INLINE void store(float* p, vf v) { *(vf_any*)p = (vf_any)v; }
 HS_INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 HS_INLINE vi splat_int(int32_t x) { return (vi){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 HS_INLINE vi lane_numbers() { return (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+HS_INLINE vi lane_bits() {
+    return (vi){1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+}
+HS_INLINE vf choose(vi mask, vf a, vf b) { return mask ? a : b; }  // by lane
+HS_INLINE vf to_floats(vi v) { return __builtin_convertvector(v, vf); }
+HS_INLINE vi to_ints(vf v) { return __builtin_convertvector(v, vi); }
 
 // a * b + c, rounded once, on every machine: so a model's numbers are the same bits with every instruction set. Said with
 // intrinsics, because a compiler that is left to choose may choose differently in two copies of a loop.
 #if defined(__AVX512F__)
 HS_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-#elif defined(__FMA__)
-HS_INLINE vf fma(vf a, vf b, vf c) {
-    union { vf v; __m256 h[2]; } x{a}, y{b}, z{c};
-    z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
-    z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
-    return z.v;
-}
 #elif defined(__aarch64__)
 union Quarters {
     vf v;
@@ -103,8 +112,6 @@ HS_INLINE vf smaller(vf a, vf b) {
 #endif
 }
 
-HS_INLINE vf magnitude(vf a) { return (vf)((vi)a & splat_int(0x7fffffff)); }
-
 // Over the lanes, in halves: always the same order, which a compiler's own reduction does not promise.
 #if defined(__AVX512F__)
 HS_INLINE __m256 low_half(vf v) { return _mm512_castps512_ps256((__m512)v); }
@@ -145,17 +152,7 @@ HS_INLINE float greatest(vf v) {
 }
 #endif
 
-// 0, or NaN if one of the numbers is infinite or NaN.
-HS_INLINE float not_finite(vf v) {
-#if defined(__AVX512F__)
-    const vi most = splat_int(0x7f800000);
-    return _mm512_cmpge_epi32_mask((__m512i)magnitude(v), (__m512i)most) ? __builtin_nanf("") : 0.0f;
-#else
-    return sum(v * splat(0.0f));
-#endif
-}
-
-// Sixteen vectors -> the vector of their sums: lane k is the sum of part[k]'s lanes.
+// Steps of ``sums`` below.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define HS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -180,6 +177,43 @@ HS_INLINE vf fold4(vf a, vf b) {
     return HS_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
            HS_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
+
+// Steps of turning 16 x 16 numbers round: a and b exchange their outer halves, quarters, pairs, numbers.
+HS_INLINE void swap8(vf& a, vf& b) {
+    const vf x = a, y = b;
+    a = HS_SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    b = HS_SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+HS_INLINE void swap4(vf& a, vf& b) {
+    const vf x = a, y = b;
+    a = HS_SHUFFLE(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    b = HS_SHUFFLE(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+HS_INLINE void swap2(vf& a, vf& b) {
+    const vf x = a, y = b;
+    a = HS_SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    b = HS_SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+HS_INLINE void swap1(vf& a, vf& b) {
+    const vf x = a, y = b;
+    a = HS_SHUFFLE(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    b = HS_SHUFFLE(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+#endif  // HS_TWO_HALVES
+
+HS_INLINE vf magnitude(vf a) { return (vf)((vi)a & splat_int(0x7fffffff)); }
+
+// 0, or NaN if one of the numbers is infinite or NaN.
+HS_INLINE float not_finite(vf v) {
+#if defined(__AVX512F__)
+    const vi most = splat_int(0x7f800000);
+    return _mm512_cmpge_epi32_mask((__m512i)magnitude(v), (__m512i)most) ? __builtin_nanf("") : 0.0f;
+#else
+    return sum(v * splat(0.0f));
+#endif
+}
+
+// Sixteen vectors -> the vector of their sums: lane k is the sum of part[k]'s lanes.
 HS_INLINE vf sums(const vf* part) {
     vf a[8], b[4], c[2];
     for (int i = 0; i < 8; i++) a[i] = fold1(part[2 * i], part[2 * i + 1]);
@@ -224,25 +258,6 @@ HS_INLINE uint16_t float_to_half(float f) {  // to nearest, ties to even
     return (uint16_t)(sign | (bits - 0x38000000) >> 13);
 }
 
-HS_INLINE vf load_half(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__F16C__)
-    union { vf v; __m256 h[2]; } x;
-    x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-    x.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
-    return x.v;
-#elif defined(__aarch64__)
-    Quarters x;
-    for (int i = 0; i < 4; i++) x.q[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
-    return x.v;
-#else
-    vf v;
-    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
-    return v;
-#endif
-}
-
 // -- bfloat16: the upper half of a float
 
 HS_INLINE float bfloat_to_float(uint16_t h) {
@@ -257,6 +272,21 @@ HS_INLINE uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
     memcpy(&bits, &f, 4);
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#if !defined(HS_TWO_HALVES)
+HS_INLINE vf load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__aarch64__)
+    Quarters x;
+    for (int i = 0; i < 4; i++) x.q[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+    return x.v;
+#else
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
+    return v;
+#endif
 }
 
 HS_INLINE vf load_bfloat(const uint16_t* p) {
@@ -281,6 +311,8 @@ HS_INLINE void store_half(uint16_t* p, vf v) {
 #endif
 }
 
+#endif  // HS_TWO_HALVES
+
 // -- exp
 
 HS_INLINE vf round_even(vf x) {  // |x| < 2^22
@@ -300,7 +332,7 @@ HS_INLINE vf exponential(vf x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r + splat(1.0f));
-    const vi power = (__builtin_convertvector(n, vi) + splat_int(127)) << 23;
+    const vi power = (to_ints(n) + splat_int(127)) << 23;
     return p * (vf)power;
 }
 

@@ -348,13 +348,11 @@ HS_API void hs_read(void* pool, const uint8_t* data, int64_t bytes) {
             const Reading& r = *(const Reading*)argument;
             const int64_t apart = r.each / 4;  // four streams, which a core reads faster than one
             const uint8_t* p = r.data + r.each * thread;
-            vi s = {};
+            vi s = splat_int(0);
             for (int64_t i = 0; i < apart; i += 64)
                 for (int stream = 0; stream < 4; stream++) {
-                    vi x;
                     __builtin_prefetch(p + apart * stream + i + AHEAD);
-                    memcpy(&x, p + apart * stream + i, 64);
-                    s |= x;
+                    s |= (vi)load((const float*)(p + apart * stream + i));
                 }
             static std::atomic<int32_t> seen;
             seen.store(sum(s), std::memory_order_relaxed);  // so that nothing is left out

@@ -273,7 +273,7 @@ HS_INLINE void read_columns(int type, const uint8_t* const* rows, size_t at, Col
     alignas(64) float x[LANES][GROUP];
     for (int i = 0; i < LANES; i++)
         for (int k = 0; k < GROUP; k += LANES) {
-            vf some = {};
+            vf some = splat(0.0f);
             if (rows[i] && type == F32) some = load((const float*)rows[i] + at + k);
             if (rows[i] && type == F16) some = load_half((const uint16_t*)rows[i] + at + k);
             if (rows[i] && type == BF16) some = load_bfloat((const uint16_t*)rows[i] + at + k);

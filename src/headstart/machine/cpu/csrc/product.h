@@ -18,7 +18,8 @@ struct Inputs {
     float* scales;     // [width / 32, rows]
     float* totals;     // the same: scale * sum of the group's numbers, for minima
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
-    int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32
+    int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32; with AVX2 two sums of 16 bits,
+                       // of the first and of the last two of each four
     int32_t* factors;  // [width / 32, rows] by 256: a group's scale is so many of the block's; twice, as 16 bits each
     float* bases;      // [width / 256, rows] the block's
     int16_t* pairs;    // [width / 64, rows, 2] sum of a group's numbers times its factor, for minima
@@ -46,15 +47,9 @@ struct Inputs {
 // Numbers -127 .. 127 to bytes; the sums of the first 16 and of the others.
 struct Sums {
     int32_t sum[2];
+    int32_t half[2];  // as ``Inputs::halves`` has them
 };
 #if defined(__AVX2__)
-HS_INLINE __m128i quad_sums(__m128i unsigned_bytes, __m128i signed_bytes) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return _mm_dpbusd_epi32(_mm_setzero_si128(), unsigned_bytes, signed_bytes);
-#else
-    return _mm_madd_epi16(_mm_maddubs_epi16(unsigned_bytes, signed_bytes), _mm_set1_epi16(1));
-#endif
-}
 HS_INLINE __m128i sixteen_bytes(vf v) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v));
@@ -69,8 +64,21 @@ HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
     const __m128i p = sixteen_bytes(a), q = sixteen_bytes(b), ones = _mm_set1_epi8(1);
     _mm_storeu_si128((__m128i*)to, p);
     _mm_storeu_si128((__m128i*)to + 1, q);
-    const __m128i sums = _mm_hadd_epi32(quad_sums(ones, p), quad_sums(ones, q)), both = _mm_hadd_epi32(sums, sums);
-    return {{_mm_cvtsi128_si32(both), _mm_extract_epi32(both, 1)}};
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    const __m128i none = _mm_setzero_si128();
+    const __m128i sums = _mm_hadd_epi32(_mm_dpbusd_epi32(none, ones, p), _mm_dpbusd_epi32(none, ones, q));
+    const __m128i both = _mm_hadd_epi32(sums, sums);
+    const int32_t x = _mm_cvtsi128_si32(both), y = _mm_extract_epi32(both, 1);
+    return {{x, y}, {-32 * x, -32 * y}};
+#else  // sums of two, those of 0, 1, 4, 5, ... and those of 2, 3, 6, 7, ... apart
+    const __m128i x = _mm_maddubs_epi16(ones, p), y = _mm_maddubs_epi16(ones, q);
+    const __m128i four = _mm_add_epi16(_mm_unpacklo_epi32(x, y), _mm_unpackhi_epi32(x, y));  // x y x y
+    const __m128i two = _mm_add_epi16(four, _mm_srli_si128(four, 8));
+    const __m128i sums = _mm_madd_epi16(two, _mm_set1_epi16(1));
+    const __m128i halves = _mm_mullo_epi16(two, _mm_set1_epi16(-32));
+    return {{_mm_cvtsi128_si32(sums), _mm_extract_epi32(sums, 1)},
+            {_mm_cvtsi128_si32(halves), _mm_extract_epi32(halves, 1)}};
+#endif
 }
 #else
 HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
@@ -79,7 +87,8 @@ HS_INLINE Sums to_bytes(vf a, vf b, int8_t* to) {
     const v16b p = __builtin_convertvector(x, v16b), q = __builtin_convertvector(y, v16b);
     memcpy(to, &p, 16);
     memcpy(to + 16, &q, 16);
-    return {{sum(x), sum(y)}};
+    const int32_t first = sum(x), second = sum(y);
+    return {{first, second}, {-32 * first, -32 * second}};
 }
 #endif
 
@@ -89,8 +98,8 @@ HS_INLINE void keep_sums(const Inputs& to, size_t at, float scale, const Sums& o
     to.scales[at] = scale;
     to.totals[at] = scale * (float)total;
     to.offsets[at] = -128 * total;
-    to.halves[2 * at] = -32 * of.sum[0];
-    to.halves[2 * at + 1] = -32 * of.sum[1];
+    to.halves[2 * at] = of.half[0];
+    to.halves[2 * at + 1] = of.half[1];
 }
 
 HS_INLINE float inverse_of(float most) { return most > 1e-35f ? 127.0f / most : 0.0f; }  // never infinite, nor is 8 times it
@@ -131,8 +140,8 @@ constexpr size_t AHEAD = 4096;   // bytes that weights are asked for before they
 
 // A group's products with N tokens, from ``at`` on: tile i's part is added to out[i * tokens + t]. Whole numbers inside a
 // group, groups in order.
-template <int KIND, int W, int N>
-HS_INLINE void add_group(const Block<W>& numbers, const Scales<KIND>* own, const Inputs& in, size_t at, int tokens, vf* out) {
+template <int KIND, int W, int N, typename Numbers>
+HS_INLINE void add_group(const Numbers& numbers, const Scales<KIND>* own, const Inputs& in, size_t at, int tokens, vf* out) {
     vf dot[N][W];
     numbers.template dot<KIND, N>(in.numbers + at * GROUP, in.offsets + at, dot);
     for (int t = 0; t < N; t++) {
@@ -153,12 +162,12 @@ template <int KIND, int W, int TILES, int N>
 HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t stride, int g, int count, const Inputs& in,
                         vf* out) {
     constexpr size_t PART = block_bytes(KIND), ASKED = PART * W / TILES;
-    constexpr int TWO = N < 2 ? 1 : 2;  // tokens at once
+    constexpr int SOME = N < Block<W>::AT_ONCE ? N : Block<W>::AT_ONCE;  // tokens at once
     vf sums[W * N];
     for (int i = 0; i < W * N; i++) sums[i] = out[i];
 #pragma GCC unroll 1
     for (int k = 0; k < count; k++) {
-        Block<W> numbers;
+        PackedBlock<W> numbers;
         Scales<KIND> own[W];
         for (int i = 0; i < TILES; i++)
             for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * k + line);
@@ -169,9 +178,9 @@ HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t
         }
         const size_t at = (size_t)(g + k) * in.rows;
 #pragma GCC unroll 4
-        for (int t = 0; t < N; t += TWO)
-            if (N - t >= TWO)
-                add_group<KIND, W, TWO>(numbers, own, in, at + t, N, sums + t);
+        for (int t = 0; t < N; t += SOME)
+            if (N - t >= SOME)
+                add_group<KIND, W, SOME>(numbers, own, in, at + t, N, sums + t);
             else
                 add_group<KIND, W, 1>(numbers, own, in, at + t, N, sums + t);
     }
@@ -196,19 +205,14 @@ __attribute__((noinline)) void few_product(const uint8_t* data, size_t stride, i
 // ``tiles`` tiles (``stride`` bytes apart), W at a time, times ``tokens`` tokens: out[i * tokens + t] is tile i's 16 outputs
 // for token t. Tiles are streams of memory, which a core reads faster together than one by one: what is asked for behind a
 // tile's end is the stream's next tile. Sums of many tokens are kept in ``out``, so that the registers hold the weights.
-template <int KIND, int W, int TILES>
-HS_INLINE void product(const uint8_t* data, size_t stride, int groups, const Inputs& in, int tokens, vf* out) {
-    if constexpr (Block<W>::FEW >= 4) {
-        if (tokens == 2) return few_product<KIND, W, TILES, 2>(data, stride, groups, in, out);
-        if (tokens == 3) return few_product<KIND, W, TILES, 3>(data, stride, groups, in, out);
-        if (tokens == 4) return few_product<KIND, W, TILES, 4>(data, stride, groups, in, out);
-    }
+template <int KIND, int W, int TILES, typename Numbers>
+HS_INLINE void any_product(const uint8_t* data, size_t stride, int groups, const Inputs& in, int tokens, vf* out) {
     constexpr size_t PART = block_bytes(KIND);
     for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
     size_t at = 0;  // the group's place among the inputs
     for (int g = 0; g < groups; g++, at += in.rows)
         for (int first = 0; first < TILES; first += W) {
-            Block<W> numbers;
+            Numbers numbers;
             Scales<KIND> own[W];
             for (int i = 0; i < W; i++) {
                 const uint8_t *tile = data + stride * (first + i), *block = tile + PART * g;
@@ -226,6 +230,18 @@ HS_INLINE void product(const uint8_t* data, size_t stride, int groups, const Inp
             if (tokens - t == 2) add_group<KIND, W, 2>(numbers, own, in, at + t, tokens, to + t);
             if (tokens - t == 1) add_group<KIND, W, 1>(numbers, own, in, at + t, tokens, to + t);
         }
+}
+
+template <int KIND, int W, int TILES>
+HS_INLINE void product(const uint8_t* data, size_t stride, int groups, const Inputs& in, int tokens, vf* out) {
+    if constexpr (Block<W>::FEW >= 4) {
+        if (tokens == 2) return few_product<KIND, W, TILES, 2>(data, stride, groups, in, out);
+        if (tokens == 3) return few_product<KIND, W, TILES, 3>(data, stride, groups, in, out);
+        if (tokens == 4) return few_product<KIND, W, TILES, 4>(data, stride, groups, in, out);
+    }
+    if constexpr (Block<W>::AT_ONCE >= 4)
+        if (tokens == 1) return any_product<KIND, W, TILES, PackedBlock<W>>(data, stride, groups, in, 1, out);
+    any_product<KIND, W, TILES, Block<W>>(data, stride, groups, in, tokens, out);
 }
 
 // 16 outputs' weights for input k of a tile that is not rounded.

@@ -27,8 +27,8 @@ template <int KIND, int W> struct BlockEnd {
         const vf scale = splat(in.bases[(size_t)b * in.rows + t]);
         const Pairs pairs{(const four_numbers*)in.pairs + (size_t)4 * b * in.rows + t, (size_t)in.rows};
         for (int i = 0; i < W; i++) {
-            vf found = d[i] * __builtin_convertvector(whole[i * whole_apart], vf);
-            if (KIND != Q6_K) found = fma(e[i], __builtin_convertvector(minima[i].times(pairs), vf), found);
+            vf found = d[i] * to_floats(whole[i * whole_apart]);
+            if (KIND != Q6_K) found = fma(e[i], to_floats(minima[i].times(pairs)), found);
             out[i * apart] = fma(found, scale, out[i * apart]);
         }
     }
@@ -44,8 +44,8 @@ template <int KIND, int W, int TILES> HS_INLINE void ask_ahead(const uint8_t* ah
 }
 
 // A group's products with N tokens, from ``at`` on.
-template <int N, int KIND, int W>
-HS_INLINE void add_group(const ScaledBlock<KIND, W>& group, const Inputs& in, size_t at, vi* whole, int apart) {
+template <int N, int KIND, int W, typename Numbers>
+HS_INLINE void add_group(const ScaledBlock<KIND, W, Numbers>& group, const Inputs& in, size_t at, vi* whole, int apart) {
     group.template add<N>(in.numbers + at * GROUP, in.halves + 2 * at, in.factors + at, whole, apart);
 }
 
@@ -54,16 +54,21 @@ HS_INLINE void add_group(const ScaledBlock<KIND, W>& group, const Inputs& in, si
 template <int KIND, int W, int TILES, int N>
 __attribute__((noinline)) void add_few(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in,
                                        int b, int apart, vf* out) {
-    vi whole[W * N] = {};
+    vi whole[W * N];
+    for (int i = 0; i < W * N; i++) whole[i] = splat_int(0);
 #pragma GCC unroll 1
     for (int g = 0; g < 8; g++) {
-        ScaledBlock<KIND, W> group;
+        ScaledBlock<KIND, W, PackedBlock<W>> group;
         if (ahead) ask_ahead<KIND, W, TILES>(ahead, stride, g);
         for (int i = 0; i < W; i++) group.from(i, block[i], g);
         const size_t at = (size_t)(8 * b + g) * in.rows;
+        if constexpr (Block<W>::AT_ONCE >= N) {
+            add_group<N>(group, in, at, whole, N);
+        } else {
 #pragma GCC unroll 2
-        for (int t = 0; t + 2 <= N; t += 2) add_group<2>(group, in, at + t, whole + t, N);
-        if constexpr (N % 2) add_group<1>(group, in, at + N - 1, whole + N - 1, N);
+            for (int t = 0; t + 2 <= N; t += 2) add_group<2>(group, in, at + t, whole + t, N);
+            if constexpr (N % 2) add_group<1>(group, in, at + N - 1, whole + N - 1, N);
+        }
     }
     BlockEnd<KIND, W> end;
     for (int i = 0; i < W; i++) end.from(i, block[i]);
@@ -75,7 +80,7 @@ __attribute__((noinline)) void add_few(const uint8_t* const* block, const uint8_
 template <int KIND, int W, int TILES>
 __attribute__((noinline)) void add_many(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in,
                                         int b, int tokens, vf* out) {
-    constexpr int MOST = Block<W>::FEW < 4 ? 1 : KIND == Q4_K ? 4 : 2;  // tokens at once: as many as registers allow
+    constexpr int MOST = Block<W>::FEW < 4 ? 1 : KIND == Q4_K || Block<W>::AT_ONCE >= 4 ? 4 : 2;  // tokens at once: as many as registers allow
     vi whole[W * MOST_TOKENS];
     for (int i = 0; i < W * tokens; i++) whole[i] = splat_int(0);
 #pragma GCC unroll 1
@@ -87,9 +92,14 @@ __attribute__((noinline)) void add_many(const uint8_t* const* block, const uint8
         int t = 0;
 #pragma GCC unroll 1
         for (; t + MOST <= tokens; t += MOST) add_group<MOST>(group, in, at + t, whole + t, tokens);
-        if constexpr (MOST > 1)
+        if constexpr (Block<W>::AT_ONCE >= 4) {
+            if (tokens - t == 3) add_group<3>(group, in, at + t, whole + t, tokens);
+            if (tokens - t == 2) add_group<2>(group, in, at + t, whole + t, tokens);
+            if (tokens - t == 1) add_group<1>(group, in, at + t, whole + t, tokens);
+        } else if constexpr (MOST > 1) {
 #pragma GCC unroll 1
             for (; t < tokens; t++) add_group<1>(group, in, at + t, whole + t, tokens);
+        }
     }
     BlockEnd<KIND, W> end;
     for (int i = 0; i < W; i++) end.from(i, block[i]);
@@ -128,14 +138,15 @@ __attribute__((noinline)) void one_product_256(const uint8_t* data, size_t strid
     constexpr size_t BLOCK = block_bytes(KIND), PART = part_bytes(KIND);
     for (int i = 0; i < TILES; i++) out[i] = splat(0.0f);
     for (int b = 0; b < blocks; b++) {
-        vi whole[TILES] = {};
+        vi whole[TILES];
+        for (int i = 0; i < TILES; i++) whole[i] = splat_int(0);
 #pragma GCC unroll 1
         for (int g = 0; g < 8; g++) {
             const size_t at = (size_t)(8 * b + g) * in.rows, from = BLOCK * b + PART * g + AHEAD;
             const uint8_t* ahead = data + from + (from < stride ? 0 : stride * (TILES - 1));
 #pragma GCC unroll 2
             for (int first = 0; first < TILES; first += W) {
-                ScaledBlock<KIND, W> group;
+                ScaledBlock<KIND, W, PackedBlock<W>> group;
                 for (int i = 0; i < W; i++) {
                     for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + stride * (first + i) + line);
                     group.from(i, data + stride * (first + i) + BLOCK * b, g);

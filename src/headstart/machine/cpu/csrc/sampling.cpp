@@ -17,8 +17,6 @@
 namespace hs {
 namespace {
 
-typedef uint32_t vu __attribute__((vector_size(64)));
-
 HS_INLINE vu splat_word(uint32_t x) { return (vu)splat_int((int32_t)x); }
 
 HS_INLINE bool any(vi mask) {  // lanes are 0 or -1
@@ -40,7 +38,7 @@ HS_INLINE bool any(vi mask) {  // lanes are 0 or -1
 // exp(x) for x <= 0, and exactly 0 where float32 would hardly hold it (so that a token without mass has none).
 HS_INLINE vf mass_of(vf x) {
     const vf e = exponential(x);
-    return x < splat(-87.0f) ? splat(0.0f) : e;
+    return choose(x < splat(-87.0f), splat(0.0f), e);
 }
 
 struct Peak {
@@ -193,9 +191,9 @@ HS_INLINE vf uniform(vu token, vu low, vu high) {
     vu x = fold_bits(field(token) + low, 16) * splat_word(0x7feb352d) + high;
     x = fold_bits(x, 15) * splat_word(0x846ca68b);
     x = fold_bits(x, 16) & splat_word(0x7fffffff);
-    const vf v = (__builtin_convertvector((vi)x, vf) + splat(0.5f)) * splat(4.656612873077393e-10f);
+    const vf v = (to_floats((vi)x) + splat(0.5f)) * splat(4.656612873077393e-10f);
     const vf most = splat(1.0f - 5.960464477539063e-08f);
-    return v > most ? most : v;
+    return choose(v > most, most, v);
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ template <typename Value> HS_INLINE double summed(int size, Value value) {
 // Logits x with a grammar's mask on them: a bit for each token, the lowest first; tokens past its end are not allowed. A
 // sum, so that NaN stays where it is.
 HS_INLINE void mask_logits(const float* x, int size, const uint32_t* mask, int words, float* to) {
-    const vi lane = (vi){1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    const vi lane = lane_bits();
     for (int i = 0; i < size; i += LANES) {
         const uint32_t bits = i / 32 < words ? mask[i / 32] >> (i % 32) & 0xffff : 0;
         const vf ban = (vf)(((splat_int((int32_t)bits) & lane) == splat_int(0)) & (vi)splat(-INFINITY));
