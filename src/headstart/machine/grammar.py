@@ -28,6 +28,8 @@ KEPT = 64  # compiled grammars
 AT_ONCE = 4  # grammars that are compiled at the same time: one that takes long holds up nobody
 #: bounds on what a grammar may cost, to compile and with each token (llguidance's own, but for what an error tells)
 LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "verbose_errors": False}
+#: what llguidance says by a name of its own, in words
+_IN_WORDS = {"NoExtensionBias": "it allows no answer, or refers to itself without an end"}
 
 
 class Grammars:
@@ -134,7 +136,8 @@ class _Job:
         except InvalidParameter as error:
             self.error = str(error).removeprefix(f"{error.field} ")
         except Exception as error:  # whatever a library makes of what strangers send
-            self.error = f"cannot be compiled: {first_line(str(error))}"
+            why = first_line(str(error))
+            self.error = f"cannot be compiled: {_IN_WORDS.get(why, why)}"
 
     def _matcher(self) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -145,7 +148,8 @@ class _Job:
         for _ in "ab":
             row = computed(trial, self.vocabulary) if not trial.is_error() else None
             if trial.is_error():
-                raise InvalidParameter("structured", f"cannot be compiled: {first_line(trial.get_error())}")
+                why = first_line(trial.get_error())
+                raise InvalidParameter("structured", f"cannot be compiled: {_IN_WORDS.get(why, why)}")
             if row is None or not row.any():
                 raise InvalidParameter("structured", "allows no answer that this model's tokens can spell")
             trial.consume_tokens(trial.compute_ff_tokens())
