@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
+from .schemas import exact_bounds
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -167,6 +168,8 @@ def _source_of(asked: Structured) -> str:
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(asked.grammar)
     schema = '{"type":"object"}' if asked.json_object else str(asked.json)
+    if '"exclusiveM' in schema:
+        schema = json.dumps(exact_bounds(json.loads(schema)), ensure_ascii=False)
     if schema == "false":
         raise InvalidParameter("structured.json", "allows no answer: it is false")
     # One blank where people write one, unless they say otherwise: small models that may write any go on doing so.

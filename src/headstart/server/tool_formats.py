@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..machine.schemas import exact_bounds
 from ..structured import check_schema
 from .replies import TOOL_CALL, TOOL_CALLS, Reading, Thinking, hermes, llama3, mistral
 from .tools import Tool, Toolbox
@@ -175,7 +176,7 @@ class Grammar:
 
 
 def json_rule(schema: Any) -> str:
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps(exact_bounds(schema))}"
 
 
 def _quoted(text: str) -> str:
