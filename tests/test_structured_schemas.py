@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,11 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 from jsonschema.validators import validator_for
+from llguidance import LLMatcher, LLTokenizer
 from tokenizer_tools import smollm
 
 from headstart import LLM, Structured
-from headstart.machine.grammar import Grammars
+from headstart.machine.grammar import Grammars, _source_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SOME = (0, 3, 4, 5, 8, 10, 11, 13, 14, 16, 18, 20)  # of so many families
@@ -53,6 +55,40 @@ def test_the_schemas_are_what_they_say(valid: ModuleType) -> None:
     assert valid.cases(30) == found[:30]
     for case in found:
         validator_for(case.schema).check_schema(case.schema)
+
+
+def walk(source: str, chance: Random) -> str | None:
+    """A text that a grammar lets through, byte by byte at random; None: it got too long."""
+    matcher, text = LLMatcher(LLTokenizer("byte"), source, log_level=0), b""
+    while not matcher.is_stopped():
+        step = matcher.compute_ff_bytes()
+        if not step:
+            mask = matcher.compute_bitmask()
+            allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+            if not allowed or (matcher.is_accepting() and chance.random() < 0.3):
+                break
+            ends = [byte for byte in allowed if byte in b'"}],0123456789-:TZ']
+            plain = [byte for byte in allowed if 32 <= byte < 127]
+            step = bytes([chance.choice(ends if ends and chance.random() < 0.5 else plain or allowed)])
+        if len(text) > 400:
+            return None
+        matcher.consume_tokens(list(step))
+        text += step
+    assert matcher.is_accepting()
+    return text.decode()
+
+
+def test_whatever_a_grammar_lets_through_is_valid(valid: ModuleType) -> None:
+    """Whatever model writes it: every schema, a random text each."""
+    wrong, ended = {}, 0
+    for case in valid.cases():
+        text = walk(_source_of(Structured(json=case.schema)), Random(case.name))
+        if text is not None:
+            ended += 1
+            if why := valid.why_invalid(case.schema, text):
+                wrong[case.name] = text, why
+    assert wrong == {}
+    assert ended > 350
 
 
 @pytest.mark.parametrize(
