@@ -60,6 +60,8 @@ def call_of(name: str) -> str:
 @pytest.mark.parametrize("name", SENT)
 def test_what_clients_send_is_answered_as_they_expect(server: ScriptedServer, client: Any, name: str) -> None:
     body = SENT[name] | {"model": "tiny", "temperature": 0, "max_completion_tokens": 200}
+    # Every letter is a token here: what is long is cut.
+    body["messages"] = [m | {"content": m["content"] and m["content"][:200]} for m in body["messages"]]
     tools = [tool["function"]["name"] for tool in body.get("tools", ())]
     calls = bool(tools) and body.get("tool_choice") not in (None, "auto", "none")
     server.writes(call_of(tools[0]) if calls else WEATHER if "response_format" in body else "Rain.")
