@@ -16,6 +16,7 @@ pytest.importorskip("llguidance")
 from interrupts import Interrupt, Interrupted
 
 from headstart import LLM, InvalidParameter, SamplingParams, Structured
+from headstart.engine import node_masks
 from headstart.machine.grammar import Grammars
 from headstart.maths.bitmask import allows
 from headstart.testing import TINY_VOCABULARY, tiny_model, tiny_tokenizer
@@ -209,6 +210,58 @@ def test_an_interruption_moves_nothing() -> None:
         assert asked(state) == expected
 
 
+def test_no_later_answer_is_wrong_wherever_ctrl_c_strikes() -> None:
+    drafted, asked = llm("lookup"), SamplingParams(max_tokens=90, temperature=0, structured=Structured(json=FORM))
+    expected = PLAIN.generate("hello", asked).text
+    within = ("node_masks", "grammar_state", "draft_masks", "judge", "drafting", "sequence")
+    with Interrupt(within=within) as chances:
+        assert drafted.generate("hello", asked).text == expected
+    assert chances.count > 500
+    struck = 0
+    for at in range(7, chances.count, chances.count // 12):  # a warm row, or another draft, may leave fewer chances
+        with contextlib.suppress(Interrupted), Interrupt(at, within=within) as strike:
+            drafted.generate("hello", asked)
+        struck += bool(strike.where)
+        assert drafted.generate("hello", asked).text == expected, strike.where
+    assert struck > 6
+    assert drafted.engine.idle
+
+
+def test_threads_share_a_grammar() -> None:
+    """One compiled grammar, many texts that stand at different places of it."""
+    drafted = llm("lookup")
+    asked = [SamplingParams(max_tokens=90, seed=i, structured=Structured(json=FORM)) for i in range(6)]
+    expected = [PLAIN.generate("hello", params).text for params in asked]
+    found: list[str] = [""] * len(asked)
+
+    def answer(place: int) -> None:
+        found[place] = drafted.generate("hello", asked[place]).text
+
+    threads = [threading.Thread(target=answer, args=(place,)) for place in range(len(asked))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+    assert len(set(expected)) > 1
+
+
+def test_masks_that_take_long_are_worked_out_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SamplingParams(max_tokens=90, temperature=0, structured=Structured(json=FORM))
+    expected = PLAIN.generate("hello", asked).text
+    monkeypatch.setattr(node_masks, "WORTH_A_THREAD", -1.0)
+    names: set[str] = set()
+    right = node_masks.node_masks
+
+    def noted(*given: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return right(*given)
+
+    monkeypatch.setattr(node_masks, "node_masks", noted)
+    assert llm("lookup").generate("hello", asked).text == expected
+    assert names == {"headstart-masks"}
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -219,6 +272,8 @@ def test_an_interruption_moves_nothing() -> None:
         ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
         ({"json": {"$ref": "#"}}, "structured.json"),
+        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "refers to itself without an end"),
+        ({"json": {"type": "string", "pattern": "^(?!x)"}}, "look-around, including look-ahead"),
         ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
         ({"json": False}, "allows no answer"),
         ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}}, "structured.json cannot be"),

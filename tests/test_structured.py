@@ -21,6 +21,12 @@ def test_a_dict_and_its_text_are_the_same_schema_with_the_keys_in_their_order() 
     assert len({SamplingParams(structured=one), SamplingParams(structured=other)}) == 1
 
 
+def test_what_may_be_written_once_only_counts() -> None:
+    Structured(json={"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False})
+    Structured(json={"minProperties": 2, "required": ["a"]})
+    Structured(json={"properties": {"minProperties": {"type": "integer"}}, "const": {"minProperties": 9}})
+
+
 def test_choices_are_kept_once_each() -> None:
     assert Structured(choice=["yes", "no", "yes"]).choice == ("yes", "no")
     assert Structured(choice=("a",)).kind == "choice"
@@ -39,6 +45,8 @@ def test_choices_are_kept_once_each() -> None:
         ({"json": {"x": object()}}, "cannot be written as JSON"),
         ({"json": "[" * 100_000}, "nested too deeply"),
         ({"json": {"x": "a" * (1 << 18)}}, "at most 262144 characters"),
+        ({"json": {"items": [{"minProperties": 2}]}}, "asks for minProperties 2, which could not be kept"),
+        ({"json": {"minProperties": 3, "required": ["a"], "patternProperties": {"b": {}}}}, "minProperties 3"),
         ({"json_object": 1}, "structured.json_object must be true or false"),
         ({"regex": ""}, "not empty"),
         ({"regex": "\ud800"}, "surrogate"),

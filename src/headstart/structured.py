@@ -14,7 +14,7 @@ from typing import Any
 from .errors import InvalidParameter
 from .values import flag, shown
 
-__all__ = ["MAX_CHOICES", "MAX_GRAMMAR", "Structured"]
+__all__ = ["MAX_CHOICES", "MAX_GRAMMAR", "Structured", "check_schema"]
 
 MAX_GRAMMAR = 1 << 18  # characters of a schema, regex or grammar, and of all choices together
 MAX_CHOICES = 4096
@@ -119,11 +119,31 @@ def _schema(value: object) -> str:
             allow_nan=False,
             separators=(",", ":"),
         )
+        check_schema(name, value)
     except RecursionError:
         raise InvalidParameter(name, "is nested too deeply, or holds itself") from None
     except (TypeError, ValueError) as error:
         raise InvalidParameter(name, f"cannot be written as JSON: {error}") from None
     return _text(name, written, MAX_GRAMMAR)
+
+
+def check_schema(name: str, schema: object) -> None:
+    """Refuse what compiles but could not be kept: keys that a schema does not name may be written twice, and then count
+    once."""
+    if isinstance(schema, (list, tuple)):
+        for part in schema:
+            check_schema(name, part)
+    if not isinstance(schema, Mapping):
+        return
+    least, required = schema.get("minProperties"), schema.get("required")
+    known = len(required) if isinstance(required, (list, tuple)) else 0
+    free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    if isinstance(least, (int, float)) and least > known + 1 and free:
+        why = "keys that it does not name could be written twice, and would count once"
+        raise InvalidParameter(name, f"asks for minProperties {least}, which could not be kept: {why}")
+    for key, part in schema.items():
+        if key not in ("const", "enum", "default", "examples"):  # these are no schemas
+            check_schema(name, part)
 
 
 def _no_number(text: str) -> float:

@@ -15,12 +15,17 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
+from time import thread_time
+
+import torch
 
 from ..maths.bitmask import allows
 from ..types import Constraint, Mask, Proposal
 from .sequence import Sequence
 
-__all__ = ["held", "looking_ahead", "node_masks"]
+__all__ = ["LookAhead", "held", "node_masks"]
+
+WORTH_A_THREAD = 3e-4  # seconds of masks; starting and joining a thread takes a third of that, beside a busy forward
 
 
 def held(sequence: Sequence, proposal: Proposal | None) -> Proposal | None:
@@ -59,29 +64,45 @@ def node_masks(sequence: Sequence, proposal: Proposal | None) -> list[Mask | Non
     return found
 
 
-@contextmanager
-def looking_ahead(sequences: Seq[Sequence], proposals: Seq[Proposal | None]) -> Iterator[None]:
-    """Masks are worked out meanwhile, in another thread: a forward does not need Python."""
-    masked = [(s, p) for s, p in zip(sequences, proposals, strict=True) if s.constraint is not None]
-    if not masked:
-        yield
-        return
-    # A thread for each round: one that is kept would have to be found again after a fork.
-    thread = Thread(target=_look, args=(masked,), name="headstart-masks", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()  # also where the forward fails: nobody else may look into the grammars before
+class LookAhead:
+    """Works masks out while a forward runs, where that pays.
 
+    A device computes by itself, so there is nothing to do: the masks are asked for behind the launch of its forward.
+    On a CPU a forward uses every core, and most masks take less time than a thread takes to start: only those of rounds
+    that are known to take long get one, which a forward, needing no Python, does not hold up.
+    """
 
-def _look(masked: Seq[tuple[Sequence, Proposal | None]]) -> None:
-    """The constraints keep what was worked out. What fails here fails again where the masks are used."""
-    try:
-        for sequence, proposal in masked:
-            node_masks(sequence, proposal)
-    except Exception:
-        return
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type != "cpu"
+        self._seconds = 0.0  # of a round's masks, lately
+
+    @contextmanager
+    def over(self, sequences: Seq[Sequence], proposals: Seq[Proposal | None]) -> Iterator[None]:
+        """The forward of these drafts runs inside."""
+        masked = [(s, p) for s, p in zip(sequences, proposals, strict=True) if s.constraint is not None]
+        if not masked or self._on_device:
+            yield
+        elif self._seconds < WORTH_A_THREAD:
+            self._look(masked)
+            yield
+        else:
+            # A thread for each round: one that is kept would have to be found again after a fork.
+            thread = Thread(target=self._look, args=(masked,), name="headstart-masks", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                thread.join()  # also where the forward fails: nobody else may look into the grammars before
+
+    def _look(self, masked: Seq[tuple[Sequence, Proposal | None]]) -> None:
+        """The constraints keep what was worked out. What fails here fails again where the masks are used."""
+        started = thread_time()
+        try:
+            for sequence, proposal in masked:
+                node_masks(sequence, proposal)
+        except Exception:
+            return
+        self._seconds += (thread_time() - started - self._seconds) / 8
 
 
 def _paths(proposal: Proposal) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from .context import RoundContext
 from .device_rows import served
 from .drafting import Drafted, HostDrafts
 from .judge import Batch, judge, logprobs_along
-from .node_masks import looking_ahead
+from .node_masks import LookAhead
 from .outcome import Outcome, Rows, emitted
 from .sequence import Sequence
 
@@ -102,6 +102,7 @@ class StepByStep(Player):
 
     def __init__(self, context: RoundContext, drafts: HostDrafts) -> None:
         self._context, self._drafts = context, drafts
+        self._ahead = LookAhead(context.runner.device)
 
     def takes(self, rows: Rows) -> bool:
         return True
@@ -118,7 +119,7 @@ class StepByStep(Player):
         context = self._context
         clock = Clock(context.runner.device)
         batch = Batch.of(rows.sequences, drafted.proposals, context.runner.device)
-        with looking_ahead(rows.sequences, drafted.proposals):
+        with self._ahead.over(rows.sequences, drafted.proposals):
             logits = self._forward(batch, rows)
             clock.stop()
         return judged(context, logits, batch, clock.seconds(), drafted.seconds, drafted.catch_up_seconds)

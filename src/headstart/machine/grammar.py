@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
+from .schemas import exact_bounds
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,6 +30,8 @@ KEPT = 64  # compiled grammars
 AT_ONCE = 4  # grammars that are compiled at the same time: one that takes long holds up nobody
 #: bounds on what a grammar may cost, to compile and with each token (llguidance's own, but for what an error tells)
 LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "verbose_errors": False}
+#: what llguidance says by a name of its own, in words
+_IN_WORDS = {"NoExtensionBias": "it allows no answer, or refers to itself without an end"}
 
 
 class Grammars:
@@ -140,7 +143,8 @@ class _Job:
         except InvalidParameter as error:
             self.error = str(error).removeprefix(f"{error.field} ")
         except Exception as error:  # whatever a library makes of what strangers send
-            self.error = f"cannot be compiled: {first_line(str(error))}"
+            why = first_line(str(error))
+            self.error = f"cannot be compiled: {_IN_WORDS.get(why, why)}"
 
     def _matcher(self) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -151,7 +155,8 @@ class _Job:
         for _ in "ab":
             row = computed(trial, self.vocabulary) if not trial.is_error() else None
             if trial.is_error():
-                raise InvalidParameter("structured", f"cannot be compiled: {first_line(trial.get_error())}")
+                why = first_line(trial.get_error())
+                raise InvalidParameter("structured", f"cannot be compiled: {_IN_WORDS.get(why, why)}")
             if row is None or not row.any():
                 raise InvalidParameter("structured", "allows no answer that this model's tokens can spell")
             trial.consume_tokens(trial.compute_ff_tokens())
@@ -169,6 +174,8 @@ def _source_of(asked: Structured) -> str:
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(asked.grammar)
     schema = '{"type":"object"}' if asked.json_object else str(asked.json)
+    if '"exclusiveM' in schema:
+        schema = json.dumps(exact_bounds(json.loads(schema)), ensure_ascii=False)
     if schema == "false":
         raise InvalidParameter("structured.json", "allows no answer: it is false")
     # One blank where people write one, unless they say otherwise: small models that may write any go on doing so.

@@ -76,8 +76,10 @@ def computed(matcher: Matcher, vocabulary: Vocabulary) -> Mask:
 
 
 def first_line(text: str) -> str:
-    """Of an error: the rest is about the library's insides."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason was given")[:300]
+    """Of an error: the rest is about the library's insides. Where it only announces a reason, the last line is that."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason was given"]
+    reason = f"{lines[0]} {lines[-1].removeprefix('error: ')}" if lines[0].endswith(":") and lines[1:] else lines[0]
+    return reason[:300]
 
 
 class CompiledGrammar:

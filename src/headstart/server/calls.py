@@ -201,8 +201,8 @@ class Calls:
                 raise Refused(400, f"{wanted.field}: cannot be used with tools; {why}", wanted.field)
             content = json_rule(wanted.json)
         grammar = Grammar(self._codec.added_id, self._reasoning.thinking(prompt))
-        rules = grammar.calls(format, box, content)
         try:
+            rules = grammar.calls(format, box, content)
             return replace(params, structured=Structured(grammar=rules, after=grammar.after))
         except InvalidParameter as error:
             raise _of_tools(error) from None

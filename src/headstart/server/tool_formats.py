@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..machine.schemas import exact_bounds
+from ..structured import check_schema
 from .replies import TOOL_CALL, TOOL_CALLS, Reading, Thinking, hermes, llama3, mistral
 from .tools import Tool, Toolbox
 
@@ -131,6 +133,7 @@ class Grammar:
         return " & ".join([f"/{anything}/", *(f"~/{each}{anything}/" for each in beginnings)])
 
     def _call(self, format: ToolFormat, tool: Tool) -> str:
+        check_schema("tools", tool.schema_of_arguments)
         schema = {**tool.schema_of_arguments, "x-guidance": SPACED}
         opening = f'{{"name": {json.dumps(tool.function.name)}, "{format.arguments}": '
         return f'{_quoted(opening)} {json_rule(schema)} "}}"'
@@ -173,7 +176,7 @@ class Grammar:
 
 
 def json_rule(schema: Any) -> str:
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps(exact_bounds(schema))}"
 
 
 def _quoted(text: str) -> str:

@@ -1,0 +1,80 @@
+"""Bounds of numbers: whatever a grammar lets through is within them, next to the bounds too."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from headstart import Structured
+from headstart.machine.grammar import Grammars
+from headstart.machine.schemas import exact_bounds
+from headstart.maths.bitmask import allows
+from headstart.testing import TINY_VOCABULARY, tiny_tokenizer
+
+LOWS, HIGHS = (-10, -1.5, -0.25, 0, 0.5, 9.75, 10), (-9.75, -1, 0, 0.25, 10, 10.25, 11, 10010)
+
+
+def near(bound: float) -> list[str]:
+    """Texts of numbers at a bound and about it."""
+    found = [bound, bound - 1, bound + 1, bound - 0.25, bound + 0.25, bound - 0.001, bound + 0.001]
+    texts = {f"{round(value, 4):g}" for value in found} | {f"{round(value, 4):.4f}" for value in found}
+    return sorted(text for text in texts if not text.startswith("-0.0000") and text != "-0")
+
+
+def within(value: float, schema: dict[str, Any]) -> bool:
+    return (
+        value >= schema.get("minimum", value)
+        and value <= schema.get("maximum", value)
+        and value > schema.get("exclusiveMinimum", value - 1)
+        and value < schema.get("exclusiveMaximum", value + 1)
+    )
+
+
+def lets_through(grammar: Any, text: str) -> bool:
+    """May an answer be this text, and end there?"""
+    state, line = grammar.begin(endings=frozenset({2}), min_tokens=0), grammar.tokens.split(text.encode())
+    if state.fits(line) < len(line):
+        return False
+    for token in line:
+        state.take(token)
+    return state.over or allows(state.mask(()), 2)
+
+
+@pytest.mark.parametrize("lower", ["minimum", "exclusiveMinimum"])
+@pytest.mark.parametrize("upper", ["maximum", "exclusiveMaximum"])
+def test_numbers_are_within_their_bounds(lower: str, upper: str) -> None:
+    grammars = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,))
+    wrong, lost, taken = [], [], 0
+    for low, high in product(LOWS, HIGHS):
+        if low >= high:
+            continue
+        schema = {"type": "number", lower: low, upper: high}
+        grammar = grammars.compile(Structured(json=schema))
+        for text in near(low) + near(high):
+            accepted = lets_through(grammar, text)
+            taken += accepted
+            if accepted and not within(float(text), schema):
+                wrong.append((schema, text))
+            if not accepted and within(float(text), schema) and not text.endswith("0"):  # zeros may be too many
+                lost.append((schema, text))
+    assert wrong == []
+    assert lost == []
+    assert taken > 100
+
+
+def test_only_what_is_taken_otherwise_is_said_otherwise() -> None:
+    schema = {
+        "properties": {"exclusiveMinimum": {"type": "integer"}, "a": {"exclusiveMinimum": 1, "maximum": 3}},
+        "exclusiveMinimum": True,  # draft 4's
+        "const": {"exclusiveMinimum": 1, "maximum": 1.5},
+        "anyOf": [{"exclusiveMaximum": 0.5, "minimum": 0.25}, {"exclusiveMinimum": 10}],
+    }
+    assert exact_bounds(schema) == schema
+    assert exact_bounds({"items": [{"exclusiveMinimum": 1, "maximum": 1.5}]}) == {
+        "items": [{"minimum": 1.0000000000000002, "maximum": 1.5}]
+    }
+    assert exact_bounds({"exclusiveMaximum": 0, "minimum": -0.5}) == {"maximum": -1e-15, "minimum": -0.5}
