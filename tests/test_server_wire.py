@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -187,7 +188,7 @@ def test_nothing_is_left_of_those_who_leave(server: Server) -> None:
 
 
 def test_a_step_that_fails_is_told_and_the_next_one_is_answered(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such luck")
@@ -201,6 +202,9 @@ def test_a_step_that_fails_is_told_and_the_next_one_is_answered(
     answer = read_all(stream)
     assert b"no such luck" in answer
     assert b"[DONE]" not in answer
+    ids = re.findall(r"request (req_[0-9a-f]+) failed", caplog.text)
+    assert len(ids) == 2, "the log names both, by what their clients know them as"
+    assert f"x-request-id: {ids[1]}".encode() in answer
     monkeypatch.undo()
     assert server.post(TEXT, {"prompt": "one"})[0] == 200
     assert server.get("/health")[0] == 200
@@ -273,7 +277,7 @@ def test_a_server_that_drains_takes_nothing_more_and_ends_what_runs() -> None:
     assert not server.thread.is_alive()
 
 
-def test_what_still_runs_when_the_time_is_over_is_stopped_and_told() -> None:
+def test_what_still_runs_when_the_time_is_over_is_stopped_and_told(caplog: pytest.LogCaptureFixture) -> None:
     server = Server(drain=0.3)
     runner: Any = server.llm.engine.parts.runner
     forward = runner.forward
@@ -288,11 +292,16 @@ def test_what_still_runs_when_the_time_is_over_is_stopped_and_told() -> None:
     wait_for(lambda: server.llm.stats.tokens > 3)
     server.server.drain()
     found = events(read_all(stream))
-    assert found[-1]["error"]["code"] == "generation_failed"
+    assert found[-1]["error"]["code"] == "shutting_down"
     assert len(found) > 3
-    assert read_all(whole).startswith(b"HTTP/1.1 500")
+    assert read_all(whole).startswith(b"HTTP/1.1 503")
     server.thread.join(30)
     assert not server.thread.is_alive()
+    assert [record.getMessage() for record in caplog.records if record.name == process.log.name] == [
+        "stopping: what runs has 0.3 s to end; a second signal ends it at once",
+        "what still runs is stopped",
+    ]
+    assert "failed" not in caplog.text, "to be stopped by whoever runs it is no fault"
 
 
 def url_of(served: subprocess.Popen[str]) -> str:

@@ -24,7 +24,7 @@ from ..async_api import AsyncLLM
 from ..engine.inbox import Reader
 from . import errors
 from .calls import Brought, Call, Calls
-from .errors import Refused
+from .errors import REQUEST_ID, Refused
 from .guard import Door, Guard
 from .metrics import Metrics
 from .openapi import document
@@ -138,14 +138,15 @@ class _Service:
             raise Refused(503, "the server is shutting down", code="shutting_down")
         readers = await call.submit(self._llm)
         if call.stream:
-            events = self._events(call, readers, request.scope.get(DIRECT))
+            events = self._events(call, readers, request)
             return Events(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         found = await _unless_gone(request, call.whole(readers))
         return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody reads it
 
-    async def _events(self, call: Call, readers: Sequence[Reader], direct: Direct | None) -> AsyncIterator[bytes]:
-        """A stream's events, but for those that go to ``direct``. A client that leaves ends this, and that stops its
-        requests."""
+    async def _events(self, call: Call, readers: Sequence[Reader], request: Request) -> AsyncIterator[bytes]:
+        """A stream's events, but for those that go to the connection directly. A client that leaves ends this, and that
+        stops its requests."""
+        direct: Direct | None = request.scope.get(DIRECT)
 
         async def pump(brought: Brought) -> None:
             assert direct is not None
@@ -158,8 +159,8 @@ class _Service:
             yield DONE
         except Exception as error:
             said = errors.described(error)
-            if said.status >= 500:
-                log.exception("a stream failed")
+            if said.status == 500:
+                log.exception("request %s failed", request.scope.get(REQUEST_ID))
             yield event(errors.body(said.status, said.message, said.field, said.code))
 
     # -- models and tokens
@@ -196,7 +197,7 @@ class _Service:
         self._calls.check_model(body.model)
         codec = self._llm.llm.codec
         codec.check_ids("tokens", body.tokens)
-        return {"prompt": await asyncio.to_thread(codec.decode, body.tokens)}
+        return {"prompt": await asyncio.to_thread(codec.decode, body.tokens, special=True)}
 
     # -- for those who watch
 

@@ -5,6 +5,7 @@ Knows: which fault is whose. Does not know: routes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,11 @@ from ..errors import (
     PromptTooLong,
 )
 
-__all__ = ["TWO_LENGTHS", "Refused", "body", "described", "install", "misfit"]
+__all__ = ["REQUEST_ID", "TWO_LENGTHS", "Refused", "body", "described", "install", "misfit"]
 
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "headstart.request_id"  # in a request's scope: by which name its client and the log know it
 RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
 TWO_LENGTHS = "two_lengths"  # the code of a request of which nobody can be sure where it ends
 _KINDS = {"str", "int", "float", "bool"}
@@ -135,8 +139,11 @@ def answer(error: Refused) -> JSONResponse:
 def install(app: Any) -> None:
     """Have every error of the app said in this way."""
 
-    async def known(_: Request, error: Exception) -> JSONResponse:
-        return answer(described(error))
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        said = described(error)
+        if said.status == 500:
+            log.error("request %s failed", request.scope.get(REQUEST_ID), exc_info=error)
+        return answer(said)
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

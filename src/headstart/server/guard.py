@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from .errors import TWO_LENGTHS, Refused, answer, described
+from .errors import REQUEST_ID, TWO_LENGTHS, Refused, answer, described
 
 __all__ = ["OPEN", "Door", "Guard"]
 
@@ -56,6 +56,7 @@ class Door:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)  # type: ignore[no-any-return]
         name, started = _request_id(scope["headers"]), False
+        scope[REQUEST_ID] = name
 
         async def named(message: Message) -> None:
             nonlocal started

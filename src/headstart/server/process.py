@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,8 @@ from ..errors import EngineStopped
 from .streams import DIRECT
 
 __all__ = ["Connection", "Draining", "Server", "run"]
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 60.0  # seconds
 KEEP_ALIVE = (
@@ -148,6 +151,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain, self._mourning = service, drain, mourning
         self._end: float | None = None  # by then it stops, whatever runs
+        self._told = False  # people know that it waits
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.stopping:
@@ -168,11 +172,15 @@ class Server(uvicorn.Server):
             self._end = time.monotonic() + self._mourning
         if self._end is None:
             return False
+        if self._service.stopping and not self._service.idle and not self._told:
+            self._told = True
+            log.warning("stopping: what runs has %g s to end; a second signal ends it at once", self._drain)
         return (self._service.stopping and self._service.idle) or time.monotonic() >= self._end
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stopping = True
         if not self._service.idle:
+            log.warning("what still runs is stopped")
             await self._service.close(0)  # its clients are told before their connections are closed
         left = 0.0 if self._end is None else self._end - time.monotonic()
         self.config.timeout_graceful_shutdown = max(LAST_BYTES, round(left))
