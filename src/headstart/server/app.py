@@ -22,12 +22,14 @@ from starlette.middleware.cors import CORSMiddleware
 from .. import __version__
 from ..async_api import AsyncLLM
 from ..engine.inbox import Reader
+from ..errors import EngineBusy
 from . import errors
 from .calls import Brought, Call, Calls
 from .errors import REQUEST_ID, Refused
 from .guard import Door, Guard
 from .metrics import Metrics
 from .openapi import document
+from .pace import Pace
 from .pump import Direct, pumped
 from .reading import Route
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
@@ -67,6 +69,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
             service.stopping = True
             await llm.close(settings.drain)
             service.metrics.listening.close()  # the LLM may live on, with another app
+            service.pace.listening.close()
 
     about: dict[str, Any] = {"title": "Headstart", "version": __version__, "docs_url": None, "redoc_url": None}
     app = FastAPI(**about, lifespan=life, redirect_slashes=False)
@@ -105,6 +108,7 @@ class _Service:
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self._llm, self._settings = llm, settings
         self.metrics = Metrics(llm.llm, settings.model)
+        self.pace = Pace(llm.llm.engine)
         self.stopping = False
         self._loaded = int(time.time())
         self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics, tools=settings.tool_format)
@@ -125,18 +129,23 @@ class _Service:
     # -- completions
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        return await self._answered(request, await self._made(self._calls.chat, body))
+        return await self._answered(request, body, self._calls.chat)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        return await self._answered(request, await self._made(self._calls.complete, body))
+        return await self._answered(request, body, self._calls.complete)
 
-    async def _made(self, make: Callable[[Any], Call], body: Any) -> Call:
-        return await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
-
-    async def _answered(self, request: Request, call: Call) -> Response:
+    async def _answered(self, request: Request, body: Any, make: Callable[[Any], Call]) -> Response:
         if self.stopping:
             raise Refused(503, "the server is shutting down", code="shutting_down")
-        readers = await call.submit(self._llm)
+        engine = self._llm.llm.engine
+        try:
+            if engine.full():  # before anything is tokenized: a crowd that is sent away shall cost little
+                most = engine.config.max_waiting
+                raise EngineBusy(f"{engine.waiting} requests wait already; the queue holds {most} (max_waiting)")
+            call = await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
+            readers = await call.submit(self._llm)
+        except EngineBusy as error:
+            raise Refused(429, str(error), code="queue_full", retry_after=self.pace.retry_after()) from None
         if call.stream:
             events = self._events(call, readers, request)
             return Events(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
