@@ -70,7 +70,7 @@ class Theirs:
             [command, *arguments], stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
 
-    def wait(self, seconds: float = 500) -> None:
+    def wait(self, seconds: float = 1500) -> None:
         end = time.monotonic() + seconds
         while True:
             try:
@@ -157,12 +157,14 @@ def started(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     try:
         for name in [part for part in THEIRS if part in parts]:
             servers[name] = Theirs(options.vllm, folder, THEIRS[name], options.preload)
-            servers[name].wait()
-            log(f"{name} is up")
         for name in [part for part in OURS if part in parts]:
             model = "embedded" if name == "ours default" else folder
             servers[name] = Served("--model", model, "--length", str(LENGTH), *OURS[name])
             log(f"{name} is up")
+        for name, server in servers.items():
+            if name in THEIRS:
+                server.wait()
+                log(f"{name} is up")
     except BaseException:
         closed(servers)
         raise
