@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import socket
@@ -87,6 +88,11 @@ def test_a_request_that_never_comes_whole_is_cut(server: Server) -> None:
         connection = server.connect()
         connection.sendall(sent)
         assert read_all(connection) == b""
+        behind = server.connect()  # another one, which came with it
+        behind.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + sent)
+        if sent.startswith(head(TEXT, body)):  # else it is one that is kept for longer
+            assert read_all(behind).count(b"HTTP/1.1") == 1
+        behind.close()
     dripping, sent = server.connect(), 0  # headers have their time together
     with suppress(ConnectionResetError, BrokenPipeError):
         for byte in b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 100:
@@ -114,6 +120,33 @@ def test_a_request_that_says_twice_how_long_it_is_ends_its_connection(server: Se
     assert found.startswith(b"HTTP/1.1 400 ")
     assert b"two_lengths" in found
     assert found.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET /version HTTP/1.1\r\nX: " + b"x" * 200_000 + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", 400, "bad_request"),
+        (
+            head(TEXT, b"zz\r\n").replace(b"Content-Length: 4", b"Transfer-Encoding: chunked") + b"zz\r\n",
+            400,
+            "bad_request",
+        ),
+        (b"\x00\xff nonsense\r\n\r\n", 400, "bad_request"),
+    ],
+)
+def test_what_is_no_http_is_told_as_everything_else_is(
+    server: Server, sent: bytes, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = server.connect()
+    with suppress(ConnectionResetError, BrokenPipeError):
+        connection.sendall(sent)
+    start, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert start.startswith(b"HTTP/1.1 %d " % status)
+    assert b"x-request-id: req_" in start
+    assert json.loads(body)["error"]["code"] == code
+    server.settle()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no fault of ours"
 
 
 def test_streams_behind_each_other_and_for_old_clients(server: Server) -> None:

@@ -93,7 +93,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["*"],  # clients send headers of their own (OpenAI's: x-stainless-os)
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(
@@ -143,6 +143,7 @@ class _Service:
                 most = engine.config.max_waiting
                 raise EngineBusy(f"{engine.waiting} requests wait already; the queue holds {most} (max_waiting)")
             call = await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
+            self._check_places(call)
             readers = await call.submit(self._llm)
         except EngineBusy as error:
             raise Refused(429, str(error), code="queue_full", retry_after=self.pace.retry_after()) from None
@@ -151,6 +152,16 @@ class _Service:
             return Events(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         found = await _unless_gone(request, call.whole(readers))
         return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody reads it
+
+    def _check_places(self, call: Call) -> None:
+        """All of a call's requests find a place, or none is begun. (One alone is never too large for an empty line.)"""
+        engine, wanted = self._llm.llm.engine, len(call.prompts) * call.params.n
+        most = engine.config.max_waiting
+        if len(call.prompts) > 1 and wanted > most:
+            why = f"asks for {wanted} answers at once; {most} may wait here (max_waiting)"
+            raise Refused(400, f"prompt: {why}", "prompt")
+        if len(call.prompts) > 1 and engine.full(wanted):
+            raise EngineBusy(f"{engine.waiting} requests wait already; the queue holds {most} (max_waiting)")
 
     async def _events(self, call: Call, readers: Sequence[Reader], request: Request) -> AsyncIterator[bytes]:
         """A stream's events, but for those that go to the connection directly. A client that leaves ends this, and that
@@ -198,8 +209,10 @@ class _Service:
 
     def _tokens(self, words: Any, special: bool | None) -> list[int]:
         codec = self._llm.llm.codec
+        most = self._llm.llm.engine.parts.runner.max_len  # megabytes would take minutes
         if not isinstance(words, str):
-            return codec.encode_chat(words)
+            return codec.encode_chat(words, most=most)
+        codec.check_length(words, most)
         return codec.encode_prediction(words) if special is False else codec.encode(words)
 
     async def detokenize(self, body: Detokenize) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from .errors import REQUEST_ID, TWO_LENGTHS, Refused, answer, described
 
@@ -71,6 +72,8 @@ class Door:
             await self._app(scope, receive, named)
         except Refused as error:
             await answer(error)(scope, receive, named)
+        except ClientDisconnect:
+            return  # in the middle of its own request: nobody is there to be answered
         except Exception as error:  # a fault of ours: what was asked is not told, only by which name to ask for it
             log.error("request %s failed", name, exc_info=error)
             if started:
