@@ -157,7 +157,6 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"structural_tag": {}}, "structural_tag"),
         ({"stop": "half a character: \ud800"}, "stop"),
         ({"stop_token_ids": [1] * 20_000}, "stop_token_ids"),
-        ({"logit_bias": {str(i): 1 for i in range(20_000)}}, "logit_bias"),
         ({"logit_bias": {"07": 1}}, "logit_bias"),
         ({"temperature": True}, "temperature"),
         ({"store": 0}, "store"),
