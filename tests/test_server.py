@@ -171,6 +171,9 @@ def test_tokens_and_models(server: Server, client: Any) -> None:
     assert found == server.llm.codec.encode("one two")
     assert server.post("/tokenize", {"messages": WORDS})[1]["tokens"] == server.llm.codec.encode_chat(WORDS)
     assert "one two" in server.post("/detokenize", {"tokens": found})[1]["prompt"]
+    chat = [*server.llm.codec.encode_chat([{"role": "user", "content": "a"}]), server.llm.tokenizer.eos_token_id]
+    spelt = server.post("/detokenize", {"tokens": chat})[1]["prompt"]
+    assert spelt.endswith(server.llm.tokenizer.eos_token), "control tokens are shown"
     assert server.post("/detokenize", {"tokens": [10**6]})[0] == 400
     assert server.get("/health") == (200, "ok")
     assert server.get("/ready") == (200, "ready")

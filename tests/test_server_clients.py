@@ -147,7 +147,7 @@ def test_openai_maps_errors_to_its_own_classes(server: Server, client: Any) -> N
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_openai_is_told_that_the_line_is_full(server: Server, client: Any) -> None:
+def test_openai_is_told_that_the_line_is_full(server: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     long = ASK | {"max_tokens": 480, "extra_body": {"ignore_eos": True}}
     with server.held():  # the model waits, so that nothing ends meanwhile
         taken = [client.completions.create(prompt="one", stream=True, **long)]  # one has a row, or gets it
@@ -160,6 +160,10 @@ def test_openai_is_told_that_the_line_is_full(server: Server, client: Any) -> No
         assert full is not None
         assert full.code == "queue_full"
         assert int(full.response.headers["retry-after"]) >= 1
+        with monkeypatch.context() as patched:  # those who are sent away cost little
+            patched.setattr(server.llm, "request", None)
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(prompt="one", **ASK)
     for stream in taken:
         stream.close()
     server.settle()

@@ -69,6 +69,7 @@ def test_json_that_is_none_or_nested_too_deep(server: Server) -> None:
         b"{",
         b"\xff\xfe{}",
         b'{"prompt": "one", "max_tokens": NaN}',
+        b'{"prompt": "one", "max_tokens": 1, "max_tokens": 3}',
         b'{"prompt": "one", "seed": ' + b"9" * 5000 + b"}",
         b"[" * 90_000,
         f'{{"prompt": {deep}}}'.encode(),
@@ -86,6 +87,23 @@ def test_json_that_is_none_or_nested_too_deep(server: Server) -> None:
     with pytest.raises(ValueError, match="nested more than"):
         parsed(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1))
     assert parsed(json.dumps({"prompt": "[" * 500}).encode())
+    with pytest.raises(ValueError, match="more than 1048576 values"):
+        parsed(b'{"metadata": [' + b"[]," * 2**21 + b"[]]}")
+    assert parsed(json.dumps({"prompt": '\\",' * 2**21}).encode()), "a text of commas is one value"
+
+
+def test_more_prompts_than_may_wait_are_refused_before_any_is_read() -> None:
+    few = Server(llm={"max_waiting": 4, "max_rows": 2})
+    try:
+        status, said = few.post(TEXT, {"prompt": ["one"] * 6, "max_tokens": 1})
+        assert (status, said["error"]["param"]) == (400, "prompt")
+        assert few.llm.stats.finished == 0
+        assert few.post(TEXT, {"prompt": ["one"] * 4, "max_tokens": 1})[0] == 200
+        assert few.post(TEXT, {"prompt": "one", "n": 6, "max_tokens": 1})[0] == 200
+        status, said = few.post("/tokenize", {"prompt": "one two " * 100_000})
+        assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+    finally:
+        few.close()
 
 
 def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
@@ -118,7 +136,6 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"seed": 2**64}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
         ({"temperature": -1}, "temperature"),
-        ({"temperature": True}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"logprobs": 10_000}, "logprobs"),
@@ -138,6 +155,13 @@ def test_headers_that_are_too_many_or_too_large(server: Server) -> None:
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
         ({"structural_tag": {}}, "structural_tag"),
+        ({"stop": "half a character: \ud800"}, "stop"),
+        ({"stop_token_ids": [1] * 20_000}, "stop_token_ids"),
+        ({"logit_bias": {"07": 1}}, "logit_bias"),
+        ({"temperature": True}, "temperature"),
+        ({"store": 0}, "store"),
+        ({"origins": True}, "origins"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ],
 )
 def test_what_cannot_be_met_is_a_400_that_names_the_field(server: Server, body: Any, field: str) -> None:

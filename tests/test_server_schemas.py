@@ -12,6 +12,7 @@ pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
 from headstart import SamplingParams
+from headstart.server.errors import Refused
 from headstart.server.schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
 
 
@@ -59,3 +60,17 @@ def test_the_first_unknown_field_is_told_and_numbers_as_text_are_numbers() -> No
     assert [error["loc"] for error in found.value.errors()] == [("first",)]
     kept = CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"1": "0.5", "2": 2}})
     assert kept.params().logit_bias == {1: 0.5, 2: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(16385)}}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [1] * 16385}),
+        (CompletionRequest, {"prompt": "a", "stop": ["x"] * 17}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}),
+    ],
+)
+def test_every_list_has_an_end(kind: Any, body: Any) -> None:
+    with pytest.raises((ValidationError, Refused), match="at most"):
+        kind.model_validate(body)

@@ -118,10 +118,13 @@ def test_pages_from_elsewhere_may_not_ask_unless_told(server: Server, closed: Se
     status, headers, _ = ask(closed, "GET", "/v1/models", headers=page)
     assert status == 401
     assert headers["Access-Control-Allow-Origin"] == "https://page.example", "it may read why"
-    preflight = page | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = page | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-stainless-os",
+    }
     status, headers, _ = ask(closed, "OPTIONS", CHAT, headers=preflight)
     assert status == 200
-    assert "authorization" in headers["Access-Control-Allow-Headers"].lower()
+    assert "authorization,x-stainless-os" in headers["Access-Control-Allow-Headers"].lower()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import signal
 import socket
 import subprocess
@@ -86,6 +88,11 @@ def test_a_request_that_never_comes_whole_is_cut(server: Server) -> None:
         connection = server.connect()
         connection.sendall(sent)
         assert read_all(connection) == b""
+        behind = server.connect()  # another one, which came with it
+        behind.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + sent)
+        if sent.startswith(head(TEXT, body)):  # else it is one that is kept for longer
+            assert read_all(behind).count(b"HTTP/1.1") == 1
+        behind.close()
     dripping, sent = server.connect(), 0  # headers have their time together
     with suppress(ConnectionResetError, BrokenPipeError):
         for byte in b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 100:
@@ -113,6 +120,33 @@ def test_a_request_that_says_twice_how_long_it_is_ends_its_connection(server: Se
     assert found.startswith(b"HTTP/1.1 400 ")
     assert b"two_lengths" in found
     assert found.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET /version HTTP/1.1\r\nX: " + b"x" * 200_000 + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", 400, "bad_request"),
+        (
+            head(TEXT, b"zz\r\n").replace(b"Content-Length: 4", b"Transfer-Encoding: chunked") + b"zz\r\n",
+            400,
+            "bad_request",
+        ),
+        (b"\x00\xff nonsense\r\n\r\n", 400, "bad_request"),
+    ],
+)
+def test_what_is_no_http_is_told_as_everything_else_is(
+    server: Server, sent: bytes, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = server.connect()
+    with suppress(ConnectionResetError, BrokenPipeError):
+        connection.sendall(sent)
+    start, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert start.startswith(b"HTTP/1.1 %d " % status)
+    assert b"x-request-id: req_" in start
+    assert json.loads(body)["error"]["code"] == code
+    server.settle()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no fault of ours"
 
 
 def test_streams_behind_each_other_and_for_old_clients(server: Server) -> None:
@@ -187,7 +221,7 @@ def test_nothing_is_left_of_those_who_leave(server: Server) -> None:
 
 
 def test_a_step_that_fails_is_told_and_the_next_one_is_answered(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such luck")
@@ -201,6 +235,9 @@ def test_a_step_that_fails_is_told_and_the_next_one_is_answered(
     answer = read_all(stream)
     assert b"no such luck" in answer
     assert b"[DONE]" not in answer
+    ids = re.findall(r"request (req_[0-9a-f]+) failed", caplog.text)
+    assert len(ids) == 2, "the log names both, by what their clients know them as"
+    assert f"x-request-id: {ids[1]}".encode() in answer
     monkeypatch.undo()
     assert server.post(TEXT, {"prompt": "one"})[0] == 200
     assert server.get("/health")[0] == 200
@@ -273,7 +310,7 @@ def test_a_server_that_drains_takes_nothing_more_and_ends_what_runs() -> None:
     assert not server.thread.is_alive()
 
 
-def test_what_still_runs_when_the_time_is_over_is_stopped_and_told() -> None:
+def test_what_still_runs_when_the_time_is_over_is_stopped_and_told(caplog: pytest.LogCaptureFixture) -> None:
     server = Server(drain=0.3)
     runner: Any = server.llm.engine.parts.runner
     forward = runner.forward
@@ -288,11 +325,16 @@ def test_what_still_runs_when_the_time_is_over_is_stopped_and_told() -> None:
     wait_for(lambda: server.llm.stats.tokens > 3)
     server.server.drain()
     found = events(read_all(stream))
-    assert found[-1]["error"]["code"] == "generation_failed"
+    assert found[-1]["error"]["code"] == "shutting_down"
     assert len(found) > 3
-    assert read_all(whole).startswith(b"HTTP/1.1 500")
+    assert read_all(whole).startswith(b"HTTP/1.1 503")
     server.thread.join(30)
     assert not server.thread.is_alive()
+    assert [record.getMessage() for record in caplog.records if record.name == process.log.name] == [
+        "stopping: what runs has 0.3 s to end; a second signal ends it at once",
+        "what still runs is stopped",
+    ]
+    assert "failed" not in caplog.text, "to be stopped by whoever runs it is no fault"
 
 
 def url_of(served: subprocess.Popen[str]) -> str:

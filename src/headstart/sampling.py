@@ -167,6 +167,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
             raise InvalidParameter("stop", "must hold non-empty strings")
         if len(text) > MAX_STOP_LENGTH:
             raise InvalidParameter("stop", f"strings are at most {MAX_STOP_LENGTH} characters, not {len(text)}")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise InvalidParameter("stop", "holds a lone surrogate, which no text has")
     return tuple(map(str, stop))
 
 

@@ -18,6 +18,7 @@ __all__ = ["INT64", "at_least_one", "flag", "ids", "integer", "number", "plain",
 
 INT64 = 2**63 - 1  # what a kernel can count to
 
+_PLAIN = (int, float, bool, str, type(None))  # most values, of which there may be thousands
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -32,7 +33,7 @@ def shown(value: object) -> str:
 
 def plain(value: Any) -> Any:
     """A NumPy scalar, or an array or tensor without dimensions, as the Python value it holds; others as they are."""
-    if isinstance(value, _arrays()) and value.ndim == 0:
+    if type(value) not in _PLAIN and isinstance(value, _arrays()) and value.ndim == 0:
         return value.item()
     return value
 

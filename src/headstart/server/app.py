@@ -22,12 +22,14 @@ from starlette.middleware.cors import CORSMiddleware
 from .. import __version__
 from ..async_api import AsyncLLM
 from ..engine.inbox import Reader
+from ..errors import EngineBusy
 from . import errors
 from .calls import Brought, Call, Calls
-from .errors import Refused
+from .errors import REQUEST_ID, Refused
 from .guard import Door, Guard
 from .metrics import Metrics
 from .openapi import document
+from .pace import Pace
 from .pump import Direct, pumped
 from .reading import Route
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
@@ -67,6 +69,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
             service.stopping = True
             await llm.close(settings.drain)
             service.metrics.listening.close()  # the LLM may live on, with another app
+            service.pace.listening.close()
 
     about: dict[str, Any] = {"title": "Headstart", "version": __version__, "docs_url": None, "redoc_url": None}
     app = FastAPI(**about, lifespan=life, redirect_slashes=False)
@@ -90,7 +93,7 @@ def create_app(llm: AsyncLLM, settings: Settings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["*"],  # clients send headers of their own (OpenAI's: x-stainless-os)
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(
@@ -105,6 +108,7 @@ class _Service:
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self._llm, self._settings = llm, settings
         self.metrics = Metrics(llm.llm, settings.model)
+        self.pace = Pace(llm.llm.engine)
         self.stopping = False
         self._loaded = int(time.time())
         self._calls = Calls(llm.llm, settings.model, statistics=settings.statistics, tools=settings.tool_format)
@@ -125,27 +129,44 @@ class _Service:
     # -- completions
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        return await self._answered(request, await self._made(self._calls.chat, body))
+        return await self._answered(request, body, self._calls.chat)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        return await self._answered(request, await self._made(self._calls.complete, body))
+        return await self._answered(request, body, self._calls.complete)
 
-    async def _made(self, make: Callable[[Any], Call], body: Any) -> Call:
-        return await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
-
-    async def _answered(self, request: Request, call: Call) -> Response:
+    async def _answered(self, request: Request, body: Any, make: Callable[[Any], Call]) -> Response:
         if self.stopping:
             raise Refused(503, "the server is shutting down", code="shutting_down")
-        readers = await call.submit(self._llm)
+        engine = self._llm.llm.engine
+        try:
+            if engine.full():  # before anything is tokenized: a crowd that is sent away shall cost little
+                most = engine.config.max_waiting
+                raise EngineBusy(f"{engine.waiting} requests wait already; the queue holds {most} (max_waiting)")
+            call = await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
+            self._check_places(call)
+            readers = await call.submit(self._llm)
+        except EngineBusy as error:
+            raise Refused(429, str(error), code="queue_full", retry_after=self.pace.retry_after()) from None
         if call.stream:
-            events = self._events(call, readers, request.scope.get(DIRECT))
+            events = self._events(call, readers, request)
             return Events(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         found = await _unless_gone(request, call.whole(readers))
         return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody reads it
 
-    async def _events(self, call: Call, readers: Sequence[Reader], direct: Direct | None) -> AsyncIterator[bytes]:
-        """A stream's events, but for those that go to ``direct``. A client that leaves ends this, and that stops its
-        requests."""
+    def _check_places(self, call: Call) -> None:
+        """All of a call's requests find a place, or none is begun. (One alone is never too large for an empty line.)"""
+        engine, wanted = self._llm.llm.engine, len(call.prompts) * call.params.n
+        most = engine.config.max_waiting
+        if len(call.prompts) > 1 and wanted > most:
+            why = f"asks for {wanted} answers at once; {most} may wait here (max_waiting)"
+            raise Refused(400, f"prompt: {why}", "prompt")
+        if len(call.prompts) > 1 and engine.full(wanted):
+            raise EngineBusy(f"{engine.waiting} requests wait already; the queue holds {most} (max_waiting)")
+
+    async def _events(self, call: Call, readers: Sequence[Reader], request: Request) -> AsyncIterator[bytes]:
+        """A stream's events, but for those that go to the connection directly. A client that leaves ends this, and that
+        stops its requests."""
+        direct: Direct | None = request.scope.get(DIRECT)
 
         async def pump(brought: Brought) -> None:
             assert direct is not None
@@ -158,8 +179,8 @@ class _Service:
             yield DONE
         except Exception as error:
             said = errors.described(error)
-            if said.status >= 500:
-                log.exception("a stream failed")
+            if said.status == 500:
+                log.exception("request %s failed", request.scope.get(REQUEST_ID))
             yield event(errors.body(said.status, said.message, said.field, said.code))
 
     # -- models and tokens
@@ -188,15 +209,17 @@ class _Service:
 
     def _tokens(self, words: Any, special: bool | None) -> list[int]:
         codec = self._llm.llm.codec
+        most = self._llm.llm.engine.parts.runner.max_len  # megabytes would take minutes
         if not isinstance(words, str):
-            return codec.encode_chat(words)
+            return codec.encode_chat(words, most=most)
+        codec.check_length(words, most)
         return codec.encode_prediction(words) if special is False else codec.encode(words)
 
     async def detokenize(self, body: Detokenize) -> dict[str, Any]:
         self._calls.check_model(body.model)
         codec = self._llm.llm.codec
         codec.check_ids("tokens", body.tokens)
-        return {"prompt": await asyncio.to_thread(codec.decode, body.tokens)}
+        return {"prompt": await asyncio.to_thread(codec.decode, body.tokens, special=True)}
 
     # -- for those who watch
 

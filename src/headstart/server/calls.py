@@ -275,6 +275,8 @@ def _answers(readers: Sequence[Reader]) -> list[Completion]:
     """An answer that did not come to its own end is an error, whatever was written of it."""
     found = [reader.completion() for reader in readers]
     for choice in (choice for answer in found for choice in answer.choices):
-        if choice.finish_reason in ("error", "abort"):
-            raise Refused(500, choice.error or "the request was stopped by the server", code="generation_failed")
+        if choice.finish_reason == "error" or (choice.finish_reason == "abort" and choice.error):
+            raise Refused(500, choice.error or "the request failed", code="generation_failed")
+        if choice.finish_reason == "abort":
+            raise Refused(503, "the request was stopped: the server is shutting down", code="shutting_down")
     return found

@@ -5,6 +5,7 @@ Knows: which fault is whose. Does not know: routes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,11 @@ from ..errors import (
     PromptTooLong,
 )
 
-__all__ = ["TWO_LENGTHS", "Refused", "body", "described", "install", "misfit"]
+__all__ = ["REQUEST_ID", "TWO_LENGTHS", "Refused", "body", "described", "install", "misfit"]
 
-RETRY_AFTER = "1"  # seconds: rounds take milliseconds, and a place in the line comes with the next answer that ends
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "headstart.request_id"  # in a request's scope: by which name its client and the log know it
 TWO_LENGTHS = "two_lengths"  # the code of a request of which nobody can be sure where it ends
 _KINDS = {"str", "int", "float", "bool"}
 _CODES = {413: "body_too_large"}
@@ -64,11 +67,15 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_f
 
 
 class Refused(Exception):
-    """A request that is answered with an error. ``field``: what it is about, as the client spelt it."""
+    """A request that is answered with an error. ``field``: what it is about, as the client spelt it; ``retry_after``:
+    seconds, for those who may come back."""
 
-    def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, field: str | None = None, code: str | None = None, retry_after: int = 1
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
+        self.retry_after = retry_after
 
 
 def body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -124,7 +131,7 @@ def misfit(error: Any, place: Sequence[int | str]) -> Refused:
 
 
 def answer(error: Refused) -> JSONResponse:
-    headers = {"Retry-After": RETRY_AFTER} if error.status in (429, 503) else None
+    headers = {"Retry-After": str(error.retry_after)} if error.status in (429, 503) else None
     if error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
     if error.code == TWO_LENGTHS:
@@ -135,8 +142,11 @@ def answer(error: Refused) -> JSONResponse:
 def install(app: Any) -> None:
     """Have every error of the app said in this way."""
 
-    async def known(_: Request, error: Exception) -> JSONResponse:
-        return answer(described(error))
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        said = described(error)
+        if said.status == 500:
+            log.error("request %s failed", request.scope.get(REQUEST_ID), exc_info=error)
+        return answer(said)
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

@@ -20,8 +20,9 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from .errors import TWO_LENGTHS, Refused, answer, described
+from .errors import REQUEST_ID, TWO_LENGTHS, Refused, answer, described
 
 __all__ = ["OPEN", "Door", "Guard"]
 
@@ -56,6 +57,7 @@ class Door:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)  # type: ignore[no-any-return]
         name, started = _request_id(scope["headers"]), False
+        scope[REQUEST_ID] = name
 
         async def named(message: Message) -> None:
             nonlocal started
@@ -70,6 +72,8 @@ class Door:
             await self._app(scope, receive, named)
         except Refused as error:
             await answer(error)(scope, receive, named)
+        except ClientDisconnect:
+            return  # in the middle of its own request: nobody is there to be answered
         except Exception as error:  # a fault of ours: what was asked is not told, only by which name to ask for it
             log.error("request %s failed", name, exc_info=error)
             if started:

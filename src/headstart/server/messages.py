@@ -5,19 +5,24 @@ Knows: OpenAI's roles, parts and tool calls. Does not know: what a chat template
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
 from .errors import Refused
 from .records import Count, Many, Record
 
-__all__ = ["Message", "Part"]
+__all__ = ["Message", "Part", "Parts"]
+
+MAX_PARTS = 4096  # of a message
 
 
 class Part(Record):
     type: Literal["text"]
     text: str
+
+
+Parts: TypeAlias = Annotated[Many[Part], Field(max_length=MAX_PARTS)]
 
 
 class _Called(Record):
@@ -36,7 +41,7 @@ class _Call(Record):
 
 class Message(Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Part] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http
+import json
+import logging
 import os
 import signal
 import socket
 import sys
 import time
+import uuid
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, Protocol
@@ -25,9 +29,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ..errors import EngineStopped
+from .errors import body
 from .streams import DIRECT
 
 __all__ = ["Connection", "Draining", "Server", "run"]
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 60.0  # seconds
 KEEP_ALIVE = (
@@ -80,6 +87,29 @@ class Connection(H11Protocol):
             self._request.set()
         else:
             self._request.clear()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # begins what was sent behind it
+        if self.conn.their_state is h11.SEND_BODY and not self._request.is_set:
+            self._request.set()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, or has too much of it before its body: told as everything else is."""
+        error = sys.exc_info()[1]
+        status = 431 if getattr(error, "error_status_hint", 400) == 431 else 400
+        code, why = ("headers_too_large", "the headers are too large") if status == 431 else ("bad_request", msg)
+        data = json.dumps(body(status, why, code=code)).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(data)).encode()),
+            (b"x-request-id", f"req_{uuid.uuid4().hex}".encode()),
+            (b"connection", b"close"),
+        ]
+        phrase = http.HTTPStatus(status).phrase.encode()
+        for event in (h11.Response(status_code=status, headers=headers, reason=phrase), h11.Data(data=data)):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        self.transport.close()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -148,6 +178,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain, self._mourning = service, drain, mourning
         self._end: float | None = None  # by then it stops, whatever runs
+        self._told = False  # people know that it waits
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.stopping:
@@ -168,11 +199,15 @@ class Server(uvicorn.Server):
             self._end = time.monotonic() + self._mourning
         if self._end is None:
             return False
+        if self._service.stopping and not self._service.idle and not self._told:
+            self._told = True
+            log.warning("stopping: what runs has %g s to end; a second signal ends it at once", self._drain)
         return (self._service.stopping and self._service.idle) or time.monotonic() >= self._end
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stopping = True
         if not self._service.idle:
+            log.warning("what still runs is stopped")
             await self._service.close(0)  # its clients are told before their connections are closed
         left = 0.0 if self._end is None else self._end - time.monotonic()
         self.config.timeout_graceful_shutdown = max(LAST_BYTES, round(left))
@@ -185,6 +220,7 @@ def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MO
     config = uvicorn.Config(
         app,
         http=Connection,
+        ws="none",
         log_config=None,  # its log goes where everybody's goes, who clean it
         log_level="warning",
         access_log=False,

@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic_core import PydanticKnownError
 
 __all__ = ["Count", "Many", "Number", "Record"]
 
 
 def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("Input should be a valid number")
+        raise PydanticKnownError("float_type")
     return value
 
 

@@ -9,6 +9,7 @@ default (``_HARMLESS``); every other unknown or unmet field is refused by name. 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
@@ -24,9 +25,9 @@ from pydantic import (
     model_validator,
 )
 
-from ..sampling import MAX_LOGPROBS, MAX_N, SamplingParams, Verification
+from ..sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams, Verification
 from .errors import Refused
-from .messages import Message, Part
+from .messages import Message, Parts
 from .records import Count, Many, Number, Record
 from .structured import ResponseFormat, StructuredOutputs
 from .tools import MAX_TOOLS, Tool, ToolChoice
@@ -35,10 +36,13 @@ __all__ = ["ChatRequest", "CompletionRequest", "Detokenize", "Message", "Tokeniz
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
+MAX_BIASES = MAX_STOP_IDS = 16384
 
 
 def _or_one_wrong(values: Any) -> Any:
     """A record of numbers as it is; or one value of it that is none, which is enough to refuse it."""
+    if isinstance(values, dict) and len(values) > MAX_BIASES:
+        raise Refused(400, f"logit_bias: must hold at most {MAX_BIASES}", "logit_bias")
     for name, value in values.items() if isinstance(values, dict) else ():
         try:
             _NUMBERS.validate_python(value)
@@ -47,6 +51,7 @@ def _or_one_wrong(values: Any) -> Any:
     return values
 
 
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # one spelling each, so that none is said twice
 _NUMBERS = TypeAdapter[float](Number)
 _Biases: TypeAlias = Annotated[dict[str, Number], BeforeValidator(_or_one_wrong)]
 
@@ -88,6 +93,10 @@ def _here(name: str) -> str:
     return f"; here it is {_CALLED[name]}" if name in _CALLED else ""
 
 
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return any(type(value) is type(harmless) and value == harmless for harmless in _HARMLESS[name])
+
+
 def _unmet(name: str) -> str:
     """A sentence about a field that was sent with a value that asks for something."""
     taken = [json.dumps(value) for value in _HARMLESS[name] if value != []]
@@ -102,7 +111,7 @@ class StreamOptions(Record):
 
 class Prediction(Record):
     type: Literal["content"]
-    content: str | Many[Part]
+    content: str | Parts
 
     @property
     def text(self) -> str:
@@ -139,9 +148,9 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[Count, Field(ge=1, le=MAX_N)] | None = None
-    stop: str | Many[str] | None = None
+    stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     logit_bias: _Biases | None = None
-    stop_token_ids: Many[Count] | None = None
+    stop_token_ids: Annotated[Many[Count], Field(max_length=MAX_STOP_IDS)] | None = None
     prompt_logprobs: Annotated[Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     verification: Verification | None = None
     response_format: ResponseFormat | None = None
@@ -164,7 +173,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
         for name, value in values.items():
             if name not in _HARMLESS or name in cls.model_fields:
                 kept[name] = value
-            elif value is not None and name not in _ANYTHING and value not in _HARMLESS[name]:
+            elif value is not None and name not in _ANYTHING and not _asks_for_nothing(name, value):
                 raise Refused(400, f"{name}: {_unmet(name)}; leave it out", name)
             if name in kept and name not in cls.model_fields:
                 raise Refused(400, f"{name:.200}: {cls._unknown(name)}", name)
@@ -188,7 +197,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
         given = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if field.name not in apart}
         bias = None
         if self.logit_bias is not None:
-            if not all(token.isascii() and token.isdecimal() and len(token) < 20 for token in self.logit_bias):
+            if not all(map(_TOKEN_ID.fullmatch, self.logit_bias)):
                 raise Refused(400, "logit_bias: its keys are token ids, as text", "logit_bias")
             bias = {int(token): value for token, value in self.logit_bias.items()}
         kept = {name: value for name, value in (given | more).items() if value is not None}
@@ -206,6 +215,8 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     def _options_of_a_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise Refused(400, "stream_options: is only for streams", "stream_options")
+        if self.origins and not self.stream:
+            raise Refused(400, "origins: is only for streams", "origins")
         if self.prompt_logprobs is not None and self.stream:
             raise Refused(400, "prompt_logprobs: is not for streams (a completion has echo)", "prompt_logprobs")
         return self

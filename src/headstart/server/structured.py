@@ -161,6 +161,8 @@ def _guided(body: Any) -> Wanted | None:
         first, second = list(given)[:2]
         raise Refused(400, f"{second}: cannot be used with {first}", second)
     if not given:
+        if body.guided_whitespace_pattern is not None:
+            raise Refused(400, "guided_whitespace_pattern: needs guided_json", "guided_whitespace_pattern")
         return None
     [(name, value)] = given.items()
     more = {} if body.guided_whitespace_pattern is None else {"whitespace_pattern": body.guided_whitespace_pattern}
