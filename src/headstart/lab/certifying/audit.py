@@ -24,6 +24,7 @@ __all__ = ["Answer", "Audit", "audited", "tampered"]
 
 RACE = 2e-4  # of a score, relative: float32 probabilities against float64 ones
 LOGPROBS = 2e-3  # of a log-probability, where the logits are the same bits; rounding is added
+_NOTHING = 1e-9  # float64's own rounding
 SHOWN = 5  # wrong tokens that a certificate names
 
 
@@ -104,7 +105,7 @@ def _race_gap(x: np.ndarray, answer: Answer, token: int, at: int, tie: float) ->
 
 
 def _judged(gap: float, allowed: float, token: int, at: int, answer: Answer) -> Audit:
-    if gap <= 0:
+    if gap <= _NOTHING:
         return Audit(positions=1)
     if gap <= allowed:
         return Audit(positions=1, ties=1, widest_tie=gap)

@@ -220,7 +220,7 @@ class Examiner:
                 needed=False,
                 p_value=tested.p_value,
                 samples=tested.samples,
-                note="" if rejected else "so few of its drafts are wrong that accepting them too often hardly shows",
+                note="" if rejected else f"accepting them too often hardly shows in {tested.samples} tokens",
             )
         )
 
