@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from common import log
+from common import log, prompts
 
 from headstart.distill.data import DataSettings
 from headstart.distill.make import DistillSettings, distill
@@ -40,14 +40,15 @@ class _Told:
 
 def model(out: Path, steps: int, sequences: int) -> None:
     """A model of two layers, 192 wide, taught by a little of the target's own text."""
-    data = DataSettings(sequences=sequences, shard=16, temperatures=(0.0, 1.0), prompt_tokens=64, answer_tokens=96)
+    data = DataSettings(sequences=sequences, shard=8, temperatures=(0.0, 1.0), answer_tokens=96, rows=8)
     every = max(1, steps // 8)
     train = TrainSettings(steps=steps, rows=8, evaluate_every=every, checkpoint_every=every, patience=0)
     settings = DistillSettings(
         kind="model", layers=2, width=192, length=192, proof_prompts=2, proof_tokens=24, data=data, train=train
     )
     target = load(embedded_folder(), dtype=torch.float32)
-    distill(target, out, settings, _Told(), name=HUB_ID, command="python benchmarks/lab_drafts.py model")
+    asked = [text for kind in prompts().values() for text in kind]  # not those that lab_advise.py measures on
+    distill(target, out, settings, _Told(), name=HUB_ID, prompts=asked, command="python benchmarks/lab_drafts.py model")
 
 
 def worse(out: Path, noise: float) -> None:
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("kind", choices=("model", "worse"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--sequences", type=int, default=96)
+    parser.add_argument("--sequences", type=int, default=56)
     parser.add_argument("--noise", type=float, default=0.6)
     given = parser.parse_args()
     if given.kind == "model":
