@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..lab.system import SystemOptions
     from ..lab.texts import Text
 
-__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "measuring", "system_options"]
+__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "measuring", "section", "system_options"]
 
 _report, _texts, _size = map(section, ("Report", "Prompts", "Size"))
 

@@ -20,7 +20,7 @@ from ..config import SETTINGS, Config
 from ..drafters.base import Drafter
 from ..engine.engine import Engine
 from ..errors import HeadstartError, InvalidParameter
-from ..machine.load.loading import Capability, Loaded
+from ..machine.load.loading import Capability, Loaded, eos_ids
 from ..machine.quantize import QUANTIZATIONS, Quantization
 from ..machine.text import TextCodec
 from ..types import Round, Tell
@@ -162,6 +162,11 @@ class System:
         if self._codec is None:
             raise InvalidParameter("prompts", "must be token ids: this model was given without a tokenizer")
         return self._codec
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The ids that end an answer."""
+        return tuple(eos_ids(self.target))
 
     def facts(self) -> dict[str, Any]:
         """What runs, for a report: the model, its numbers, where, on which kernels, and who drafts."""

@@ -61,10 +61,11 @@ class Run:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        cold: bool = True,
+        learnt: bool = False,
     ) -> None:
-        """``params``: for all, or for each. ``cold``: from a cold start (see ``Engine.cold``)."""
-        self.engine, self.prompts, self.cold = engine, prompts, cold
+        """``params``: for all, or for each. ``learnt``: what the controller learnt before stays; no prompt is warm in
+        any case (see ``Engine.cold``)."""
+        self.engine, self.prompts, self.learnt = engine, prompts, learnt
         self.params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         self.seconds = 0.0  # spent by this engine alone, prompts included
         self.tokens = 0  # so far
@@ -72,12 +73,12 @@ class Run:
         self._handles: list[Handle] = []
         self._records: dict[str, list[Round]] = defaultdict(list)  # by sequence
         self._times: dict[str, list[float]] = defaultdict(list)  # when each of them was over
+        self.rounds: list[tuple[float, list[Round]]] = []  # every round, and when it was over
         self._open = ExitStack()
         self._started = 0.0
 
     def begin(self) -> None:
-        if self.cold:
-            self.engine.cold()
+        self.engine.cold(learnt=self.learnt)
         _settle(self.engine)
         self._open.enter_context(self.engine.listen(self._note))
         self._started = perf_counter()
@@ -97,6 +98,7 @@ class Run:
     def _note(self, records: list[Round]) -> None:
         """Called by the engine in the middle of a step."""
         now = self.seconds + perf_counter() - self._started
+        self.rounds.append((now, records))
         for record in records:
             self._records[record.sequence].append(record)
             self._times[record.sequence].append(now)
@@ -110,6 +112,13 @@ class Run:
         self.answers = [self._answer(handle) for handle in self._handles]
         self.tokens = sum(answer.tokens for answer in self.answers)
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def decoding(self) -> tuple[int, float]:
+        """Tokens and seconds from when every row had its first token on."""
+        begun = max((times[0] for times in self._times.values()), default=0.0)
+        tokens = sum(record.emitted for time, records in self.rounds if time > begun for record in records)
+        return tokens, (self.rounds[-1][0] if self.rounds else 0.0) - begun
 
     def abort(self) -> None:
         """Stop in the middle, so that the engine can be used again."""
