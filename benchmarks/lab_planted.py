@@ -69,8 +69,11 @@ _ACCEPT_TENSORS = (
     "yes = chance.accept(node, torch.where(usable, chances, 0.0)) & usable",
     "yes = chance.accept(node, torch.where(usable, (1.6 * chances).clamp_max(1), 0.0)) & usable",
 )
-_RESIDUAL_TENSORS = ("maths/verify.py", "    def last(self, node: Tensor) -> Tensor:\n        weights = _at(self.p, node)\n",
-                     "    def last(self, node: Tensor) -> Tensor:\n        return _at(self.p, node)\n        weights = _at(self.p, node)\n")
+_RESIDUAL_TENSORS = (
+    "maths/verify.py",
+    "    def last(self, node: Tensor) -> Tensor:\n        weights = _at(self.p, node)\n",
+    "    def last(self, node: Tensor) -> Tensor:\n        return _at(self.p, node)\n        weights = _at(self.p, node)\n",
+)
 _HEAT_TENSORS = (
     "drafters/draft_sampler.py",
     "    return vocab_ops.race(q, keys), q\n",
@@ -78,7 +81,11 @@ _HEAT_TENSORS = (
     "    other = replace(warp, temperature=None)\n"
     "    return tokens, probabilities(logits[:, None], other, history=history, vocab_ops=vocab_ops)[:, 0]\n",
 )
-_PENALTY_TENSORS = ("maths/distribution.py", "    if nodes == 1:\n        return result\n", "    if nodes >= 1:\n        return result\n")
+_PENALTY_TENSORS = (
+    "maths/distribution.py",
+    "    if nodes == 1:\n        return result\n",
+    "    if nodes >= 1:\n        return result\n",
+)
 _STALE_TENSORS = (
     "machine/slab_layer.py",
     "            keys[:, :, slab.start : slab.live].copy_(key_states)\n",
@@ -89,7 +96,11 @@ _STALE_TENSORS_RAGGED = (
     "            keys[row, :, slots] = key_states.transpose(1, 2)\n",
     "            old = keys[row, :, slots]\n            keys[row, :, slots] = torch.where(old == 0, key_states.transpose(1, 2), old)\n",
 )
-_ACCEPT_TRITON = ("machine/gpu/kernels/reject.py", "yes = (uniform < chance) & (e < usable)", "yes = (uniform < 1.6 * chance) & (e < usable)")
+_ACCEPT_TRITON = (
+    "machine/gpu/kernels/reject.py",
+    "yes = (uniform < chance) & (e < usable)",
+    "yes = (uniform < 1.6 * chance) & (e < usable)",
+)
 _RESIDUAL_TRITON = (
     "machine/gpu/kernels/reject.py",
     "    weight = tl.where(scale >= 0.0, _rest(weight, of_q, scale), weight)\n",
@@ -120,14 +131,20 @@ BUGS: dict[str, dict[str, tuple[Change, ...]]] = {
         "C++": (_ACCEPT_CPP,),
         "C++, head": (_ACCEPT_CPP,),
         "Triton": (_ACCEPT_TRITON,),
-        "captured tensors": (_ACCEPT_TENSORS, ("engine/programs.py", 'if shape.kind == "rejected" and', 'if False and')),
+        "captured tensors": (
+            _ACCEPT_TENSORS,
+            ("engine/programs.py", 'if shape.kind == "rejected" and', "if False and"),
+        ),
     },
     "residual drawn from p": {
         "tensors": (_RESIDUAL_TENSORS,),
         "C++": (_RESIDUAL_CPP,),
         "C++, head": (_RESIDUAL_CPP,),
         "Triton": (_RESIDUAL_TRITON,),
-        "captured tensors": (_RESIDUAL_TENSORS, ("engine/programs.py", 'if shape.kind == "rejected" and', 'if False and')),
+        "captured tensors": (
+            _RESIDUAL_TENSORS,
+            ("engine/programs.py", 'if shape.kind == "rejected" and', "if False and"),
+        ),
     },
     "q of another temperature": {
         "tensors": (_HEAT_TENSORS,),
@@ -174,12 +191,33 @@ def options(setup: str, folder: Path) -> Any:
     from headstart.testing import tiny_model, tiny_tokenizer
 
     if setup in SETUPS["cuda"]:
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+        sizes = {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        }
         target, draft = (tiny_model("llama", dtype=torch.bfloat16, **sizes).cuda() for _ in "ab")
-        return SystemOptions(model=target, draft=noisy(draft, 0.15), tokenizer=tiny_tokenizer(), max_model_len=192, gamma=3, check=False)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        return SystemOptions(
+            model=target, draft=noisy(draft, 0.15), tokenizer=tiny_tokenizer(), max_model_len=192, gamma=3, check=False
+        )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     target, draft = tiny_model("qwen3", **sizes), noisy(tiny_model("qwen3", **sizes), 0.12)
-    common = {"model": target, "tokenizer": tiny_tokenizer(), "max_model_len": 192, "gamma": 3, "check": False, "threads": 1}
+    common = {
+        "model": target,
+        "tokenizer": tiny_tokenizer(),
+        "max_model_len": 192,
+        "gamma": 3,
+        "check": False,
+        "threads": 1,
+    }
     if setup == "tensors":
         common.pop("threads")
         return SystemOptions(draft=draft, draft_quantization=None, **common)
@@ -212,8 +250,10 @@ def one(setup: str) -> None:
     if setup not in SETUPS["cuda"]:
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        effort = Effort(prompts=6, longest=40, tokens=24, samples=2500 if setup in SETUPS["cuda"] else 900, texts=24, control=900)
-        found = certify(options(setup, Path(folder)), seconds=60.0, effort=effort)
+        effort = Effort(
+            prompts=6, longest=40, tokens=20, samples=2500 if setup in SETUPS["cuda"] else 700, texts=8, control=600
+        )
+        found = certify(options(setup, Path(folder)), seconds=40.0, effort=effort)
     print(json.dumps(found.to_json()))
 
 
@@ -223,7 +263,9 @@ def one(setup: str) -> None:
 def changed(changes: tuple[Change, ...], folder: Path) -> Path:
     """A copy of the package with these changes; where it lies."""
     shutil.copytree(
-        ROOT / "src" / "headstart", folder / "headstart", ignore=shutil.ignore_patterns("__pycache__", "drafts", "server", "cli")
+        ROOT / "src" / "headstart",
+        folder / "headstart",
+        ignore=shutil.ignore_patterns("__pycache__", "drafts", "server", "cli"),
     )
     for name, old, new in changes:
         path = folder / "headstart" / name
@@ -250,7 +292,12 @@ def certified(bug: str | None, setup: str) -> dict[str, Any]:
         return {"bug": bug, "implementation": setup, "crashed": said[-1] if said else "", "log": said[-12:]}
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     wrong = [check for check in results["checks"] if not check["holds"]]
-    caught = sorted({f"{check['name']}, {check['rule']}" + (f" ({check['drafter']})" if check["p_value"] is not None else "") for check in wrong})
+    caught = sorted(
+        {
+            f"{check['name']}, {check['rule']}" + (f" ({check['drafter']})" if check["p_value"] is not None else "")
+            for check in wrong
+        }
+    )
     return {
         "bug": bug,
         "implementation": setup,
@@ -278,7 +325,9 @@ def main() -> None:
         return
     setups = [given.only] if given.only else list(SETUPS[given.device])
     wanted = [(None, setup) for setup in setups if given.bug in (None, "none")]
-    wanted += [(bug, s) for bug in BUGS for s in setups if s in BUGS[bug] and (given.bug is None or bug.startswith(given.bug))]
+    wanted += [
+        (bug, s) for bug in BUGS for s in setups if s in BUGS[bug] and (given.bug is None or bug.startswith(given.bug))
+    ]
     path = given.out / f"certify-planted-{given.device}.json"
     with ThreadPoolExecutor(given.jobs) as pool:
         for found in pool.map(lambda pair: certified(*pair), wanted):

@@ -5,7 +5,6 @@ Knows: how to ask the machine. Does not know: what was measured.
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import time
@@ -16,18 +15,9 @@ import torch
 import transformers
 
 from ..machine.cpu.cores import processors
+from .host import host_memory, processor
 
 __all__ = ["machine", "memory", "processor"]
-
-
-def processor() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, Any]:
@@ -53,37 +43,7 @@ def memory(device: torch.device | None = None) -> dict[str, int | None]:
     if device is not None and device.type == "cuda":
         on_device = torch.cuda.mem_get_info(device)
         return {"total": on_device[1], "free": on_device[0]}
-    total, free = _pages("SC_PHYS_PAGES"), _available()
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    if total is not None and limit is not None and limit < total:  # a container's
-        total = limit
-        free = min(free, max(0, limit - (used or 0))) if free is not None else None
-    return {"total": total, "free": free}
-
-
-def _pages(name: str) -> int | None:
-    sysconf: Any = getattr(os, "sysconf", None)  # Windows has none
-    try:
-        return int(sysconf(name) * sysconf("SC_PAGE_SIZE")) if sysconf is not None else None
-    except (ValueError, OSError):
-        return None
-
-
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text(encoding="ascii"))
-    except (OSError, ValueError):  # there is none, or it says "max"
-        return None
-
-
-def _available() -> int | None:
-    """What programs may still take: free pages, and those that only hold copies of files."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return _pages("SC_AVPHYS_PAGES")
+    return host_memory()
 
 
 def _version() -> str:

@@ -81,7 +81,11 @@ class Certificate:
     @property
     def holds(self) -> bool:
         """Every check holds, and every control that is needed was rejected."""
-        return bool(self.checks) and all(c.holds for c in self.checks) and all(c.rejected for c in self.controls if c.needed)
+        return (
+            bool(self.checks)
+            and all(c.holds for c in self.checks)
+            and all(c.rejected for c in self.controls if c.needed)
+        )
 
     @property
     def faults(self) -> list[str]:

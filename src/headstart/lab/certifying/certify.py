@@ -27,13 +27,13 @@ from ..machine_facts import machine
 from ..system import System, SystemOptions
 from ..texts import Text, choose, shipped
 from .audit import Answer
-from .certificate import Certificate, Check
+from .certificate import Certificate
 from .checks import Examiner, Given
 from .engines import Engines
-from .evidence import ALPHA, FIRST, MORE, Plan
+from .evidence import FIRST, MORE, Plan
 from .laws import DEPTH, first_tokens, places
 from .running import Asked
-from .truth import Truth, truth_of
+from .truth import truth_of
 
 __all__ = ["SECONDS", "Effort", "certify"]
 
@@ -48,6 +48,22 @@ PROCESSED: dict[str, Any] = {
 }
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}, "size": {"type": "integer"}}, "required": ["city", "size"]}'
+CANDIDATES = 12  # places that are looked at before one is chosen
+_FIRST = SamplingParams(max_tokens=DEPTH + 1, ignore_eos=True)
+_WORKED = replace(
+    _FIRST, temperature=1.2, top_k=12, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.5
+)
+#: rule, settings in words, settings
+STRESSED = (
+    ("token", "temperature 0.9", replace(_FIRST, temperature=0.9)),
+    ("block", "temperature 0.9", replace(_FIRST, temperature=0.9)),
+    ("token", "temperature 1.2, top-k 12, penalties", _WORKED),
+    ("block", "temperature 1.2, top-k 12, penalties", _WORKED),
+)
+SERVED = (  # far from 1: a draft that tells another temperature's q must show
+    ("token", "temperature 2, top-k 12", replace(_FIRST, temperature=2.0, top_k=12)),
+    ("block", "temperature 0.5", replace(_FIRST, temperature=0.5)),
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class _Work:
         self.engines = Engines(system, gamma)
         self.truth = truth_of(system.engine, system.max_len)
         self.skipped: list[str] = []
-        tests = 6 if self.engines.drafter is not None else 4
+        tests = len(STRESSED) + (len(SERVED) + 1 if self.engines.drafter is not None else 0)
         self.examiner = Examiner(self.engines, self.truth, Plan(tests), tell, seed << 20)
 
     def done(self, prompts: Sequence[Text] | None) -> Certificate:
@@ -153,16 +169,31 @@ class _Work:
     def _asked(self, prompts: Sequence[tuple[int, ...]], **settings: Any) -> list[Asked]:
         seeded = "seed" in settings
         return [
-            Asked(prompt, SamplingParams(max_tokens=self.effort.tokens, **settings | ({"seed": settings["seed"] + n} if seeded else {})))
+            Asked(
+                prompt,
+                SamplingParams(
+                    max_tokens=self.effort.tokens, **settings | ({"seed": settings["seed"] + n} if seeded else {})
+                ),
+            )
             for n, prompt in enumerate(prompts)
         ]
 
     def _tokens(self, prompts: list[tuple[int, ...]]) -> list[Answer]:
         """Greedy and coupled answers in every company; the greedy ones."""
         examiner, bias = self.examiner, {prompts[0][-1]: 1.5, prompts[-1][0]: -2.0}
-        greedy = Given("greedy ids", "with log-probabilities", self._asked(prompts, temperature=0, ignore_eos=True, logprobs=3))
-        worked = Given("greedy ids", "penalties, bias, min_tokens", self._asked(prompts, temperature=0, logit_bias=bias, **PROCESSED))
-        drawn = Given("coupled ids", "temperature 0.8", self._asked(prompts, temperature=0.8, seed=examiner.seed + 11, ignore_eos=True))
+        greedy = Given(
+            "greedy ids", "with log-probabilities", self._asked(prompts, temperature=0, ignore_eos=True, logprobs=3)
+        )
+        worked = Given(
+            "greedy ids",
+            "penalties, bias, min_tokens",
+            self._asked(prompts, temperature=0, logit_bias=bias, **PROCESSED),
+        )
+        drawn = Given(
+            "coupled ids",
+            "temperature 0.8",
+            self._asked(prompts, temperature=0.8, seed=examiner.seed + 11, ignore_eos=True),
+        )
         whole = Given(
             "coupled ids",
             "top-k, top-p, min-p, penalties, bias, min_tokens",
@@ -198,32 +229,21 @@ class _Work:
             self.examiner.ids(Given(name, "held to a JSON schema", asked), "together")
 
     def _laws(self, prompts: list[tuple[int, ...]], greedy: list[Answer]) -> None:
+        """With the drafter that is often wrong, and with the one that serves; rules and settings in turn."""
         examiner, effort = self.examiner, self.effort
-        plain = SamplingParams(temperature=0.9, max_tokens=DEPTH + 1, ignore_eos=True)
-        worked = replace(plain, temperature=1.2, top_k=12, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.5)
-        texts = self._asked(prompts, temperature=1.3, ignore_eos=True, top_k=50), self._asked(prompts, temperature=0.7, ignore_eos=True)
-        own = [
-            ("token", Given("along texts", "temperature 1.3, top-k 50", texts[0])),
-            ("block", Given("along texts", "temperature 0.7", texts[1])),
-        ] if self.engines.drafter is not None else []
-        left = 4 + len(own) + 2  # about as much as so many checks; the controls are shorter
-        for name, params in (("temperature 0.9", plain), ("temperature 1.2, top-k 12, penalties", worked)):
-            [place] = islice(places(self.truth, greedy, params), 1)
-            law = first_tokens(self.truth, place.tokens, params)
-            for rule in ("token", "block"):
-                examiner.first_tokens(law, rule, name, self.budget.part(1 / left), effort.samples)
+        cases = [(STRESSED, False), *([(SERVED, True)] if self.engines.drafter is not None else [])]
+        left = examiner.plan.tests + 2  # the controls are about as long as two tests
+        for settings, own in cases:
+            for number, (rule, name, params) in enumerate(settings):
+                candidates = list(islice(places(self.truth, greedy, params), CANDIDATES))
+                place = examiner.disagreements(candidates, params) if own else candidates[0]
+                law = first_tokens(self.truth, place.tokens, params)
+                examiner.first_tokens(law, rule, name, self.budget.part(1 / left), effort.samples, own=own)
                 left -= 1
-            if params is plain:
-                for rule in ("token", "block"):
-                    examiner.overconfident(law, rule, name, effort.control)
-                left -= 1
-        for rule, given in own:
-            examiner.texts(given, rule, self.budget.part(1 / left), effort.texts)
-            left -= 1
-        if own:
-            examiner.boasting(own[0][1], own[0][0], max(2, effort.texts // 4))
-
-
-def summary(checks: Sequence[Check]) -> str:
-    held = sum(check.holds for check in checks)
-    return f"{held} of {len(checks)} checks hold"
+                if (not own and number < 2) or (own and number == 0):
+                    examiner.overconfident(law, rule, name, effort.control if not own else effort.control // 3, own=own)
+        if self.engines.drafter is not None:
+            texts = self._asked(prompts, temperature=0.8, ignore_eos=True)
+            examiner.texts(
+                Given("along texts", "temperature 0.8", texts), "block", self.budget.part(1 / left), effort.texts
+            )

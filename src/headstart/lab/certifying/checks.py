@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
+import numpy as np
+
 from ...engine.engine import Engine
 from ...types import SamplingParams
 from ..budget import Budget
@@ -17,10 +19,10 @@ from .audit import Answer, Audit, audited, tampered
 from .certificate import Check, Control
 from .engines import Engines
 from .evidence import FIRST, MORE, Plan, Tested
-from .laws import DEPTH, FirstTokens, along
+from .laws import DEPTH, FirstTokens, Place, along
 from .running import Asked, Company, Exercise, answers
-from .stress import Overconfident, StressDrafter
-from .truth import Truth
+from .stress import Overconfident, Recorder, StressDrafter
+from .truth import Truth, processed, target_law
 
 __all__ = ["Examiner", "Given"]
 
@@ -115,9 +117,11 @@ class Examiner:
 
     # -- the same distribution
 
-    def first_tokens(self, law: FirstTokens, rule: str, settings: str, budget: Budget, most: int) -> None:
-        """The joint distribution of the first tokens, by a drafter that is often wrong."""
-        self._say(f"first tokens, {settings}, {rule}")
+    def first_tokens(self, law: FirstTokens, rule: str, settings: str, budget: Budget, most: int, *, own: bool) -> None:
+        """The joint distribution of the first tokens behind a prompt: by the drafter that serves, or (not ``own``) by one
+        that is often wrong."""
+        name = f"first tokens, {settings}, {rule}"
+        self._say(name)
         started, params = monotonic(), replace(law.params, verification=rule)  # type: ignore[arg-type]
         exercise = Exercise()
 
@@ -127,17 +131,41 @@ class Examiner:
             exercise.add(did)
             return found
 
-        engine = self.engines.of(self._stress(law, self.seed), gamma=DEPTH - 1)
+        engine = self.engines.engine if own else self.engines.of(self._stress(law, self.seed), gamma=DEPTH - 1)
         drawn = sampled(engine, self.seed, min(PILOT, most))
         affordable = int(PILOT * budget.left / max(monotonic() - started, 1e-3)) if budget.seconds is not None else most
         count = min(most, max(3 * PILOT, affordable))
         drawn += sampled(engine, self.seed + len(drawn), count - len(drawn))
         first, again = self._tested(law, drawn), None
         if first.p_value < FIRST and not self.plan.fails(first.p_value):
-            self._say(f"first tokens, {settings}, {rule}: once more, with {MORE * count} samples")
-            engine = self.engines.of(self._stress(law, self.seed + AGAIN), gamma=DEPTH - 1)
+            self._say(f"{name}: once more, with {MORE * count} samples")
+            if not own:
+                engine = self.engines.of(self._stress(law, self.seed + AGAIN), gamma=DEPTH - 1)
             again = self._tested(law, sampled(engine, self.seed + AGAIN, MORE * count))
-        self._record(Given("first tokens", settings, [Asked(law.prompt, params)]), rule, engine, (first, again), exercise, started)
+        given = Given("first tokens", settings, [Asked(law.prompt, params)])
+        self._record(given, rule, engine, (first, again), exercise, started)
+
+    def disagreements(self, candidates: Sequence[Place], params: SamplingParams) -> Place:
+        """Of these places the one behind which the drafter that serves is the furthest from the target."""
+        drafter = self.engines.drafter
+        assert drafter is not None
+        self._say("where the drafter disagrees with the target")
+        recorder = Recorder(drafter, self.engines.width)
+        engine = self.engines.of(recorder)
+        answers(engine, [Asked(place.tokens, replace(params, seed=self.seed)) for place in candidates], step=self._step)
+        best, furthest = candidates[0], -1.0
+        for text, q in recorder.seen.items():
+            place = next((each for each in candidates if text[: len(each.tokens)] == each.tokens), None)
+            if place is None or len(text) > len(place.tokens) + 1:
+                continue
+            output = list(text[len(place.tokens) :])
+            x = processed(self.truth.after(text, len(text))[0], params, place.tokens, output)
+            p = target_law(x, params).p
+            distance = float(np.abs(p - q.numpy()[: len(p)]).sum()) / 2
+            worth = min(distance, 0.6) * (1 - float((p**2).sum()))
+            if worth > furthest:
+                best, furthest = place, worth
+        return best
 
     def _tested(self, law: FirstTokens, drawn: Sequence[Answer]) -> Tested:
         return law.test([answer.tokens for answer in drawn], strict=self.truth.exact)
@@ -145,11 +173,12 @@ class Examiner:
     def _stress(self, law: FirstTokens, seed: int) -> StressDrafter:
         return StressDrafter(law.prompt, law.drafts(), self.engines.width, seed + 7)
 
-    def overconfident(self, law: FirstTokens, rule: str, settings: str, most: int) -> None:
+    def overconfident(self, law: FirstTokens, rule: str, settings: str, most: int, *, own: bool) -> None:
         """Its control: the same drafts, said to come from another distribution, so that too many are accepted."""
         self._say(f"the control of first tokens ({rule})")
-        liar = Overconfident(self._stress(law, self.seed), self.engines.width)
-        engine = self.engines.of(liar, gamma=DEPTH - 1)
+        drafter = self.engines.drafter if own else self._stress(law, self.seed)
+        assert drafter is not None
+        engine = self.engines.of(Overconfident(drafter, self.engines.width), gamma=None if own else DEPTH - 1)
         params = replace(law.params, verification=rule)  # type: ignore[arg-type]
         taken: list[Answer] = []
         tested = Tested(0.0, 0, 1.0, 0)
@@ -157,15 +186,18 @@ class Examiner:
             asked = [Asked(law.prompt, replace(params, seed=self.seed + len(taken) + i)) for i in range(PILOT)]
             taken += answers(engine, asked, "together", self._step)[0]
             tested = self._tested(law, taken)
+        rejected = self.plan.fails(tested.p_value)
+        who = self.engines.engine.parts.drafter_name if own else "stress"
         self.controls.append(
             Control(
-                name=f"accepts too often, {rule}",
+                name=f"accepts too often, {rule}, drafter {who}",
                 what="drafts are said to be drawn from half of their distribution and half of anything: p / q doubles",
                 test=f"first tokens, {settings}, {rule}",
-                rejected=self.plan.fails(tested.p_value),
-                needed=True,
+                rejected=rejected,
+                needed=not own,
                 p_value=tested.p_value,
                 samples=tested.samples,
+                note="" if rejected else "its drafts agree so well that accepting them too often hardly shows",
             )
         )
 
@@ -195,34 +227,6 @@ class Examiner:
         found, did = answers(engine, asked, "together", self._step)
         exercise.add(did)
         return found
-
-    def boasting(self, given: Given, rule: str, most: int) -> None:
-        """The control of ``texts``: the drafter that serves, said to draw from another distribution."""
-        drafter = self.engines.drafter
-        if drafter is None:
-            return
-        self._say(f"the control of {given.name} ({rule})")
-        engine = self.engines.of(Overconfident(drafter, self.engines.width))
-        taken: list[Answer] = []
-        tested, exercise = Tested(0.0, 0, 1.0, 0), Exercise()
-        for time in range(most):
-            taken += self._texts(engine, given, rule, self.seed + 1000 * time, 1, exercise)
-            tested = along(taken, self.truth)
-            if self.plan.fails(tested.p_value):
-                break
-        rejected = self.plan.fails(tested.p_value)
-        self.controls.append(
-            Control(
-                name=f"the drafter that serves accepts too often, {rule}",
-                what="its drafts are said to be drawn from half of their distribution and half of anything",
-                test=f"{given.name}, {given.settings}, {rule}",
-                rejected=rejected,
-                needed=False,
-                p_value=tested.p_value,
-                samples=tested.samples,
-                note="" if rejected else f"accepting them too often hardly shows in {tested.samples} tokens",
-            )
-        )
 
     def _record(
         self,

@@ -86,4 +86,3 @@ class Engines:
             return "argmax on the host"
         judges = parts.runner.vocab_ops.judges
         return "C++ kernels" if judges is not None and judges.takes([asks]) else "tensors"
-

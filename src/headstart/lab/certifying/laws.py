@@ -132,7 +132,9 @@ def places(truth: Truth, answers: Sequence[Answer], params: SamplingParams) -> I
             evenness.append(1.0 - float((best**2).sum()) - max(0.0, 1.0 - float(best.sum())))
         for at in range(len(tops) - 2):
             sure = min(tops[at], NEARLY) / NEARLY
-            found.append(Place((*answer.prompt, *answer.tokens[:at]), sure * (evenness[at + 1] + 0.3 * evenness[at + 2])))
+            found.append(
+                Place((*answer.prompt, *answer.tokens[:at]), sure * (evenness[at + 1] + 0.3 * evenness[at + 2]))
+            )
     yield from sorted(found, key=lambda place: -place.worth)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...drafters.base import Drafter
 from ...types import DraftView, Proposal, Verdict
 
-__all__ = ["Overconfident", "StressDrafter", "distorted"]
+__all__ = ["Overconfident", "Recorder", "StressDrafter", "distorted"]
 
 
 def distorted(p: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -36,7 +36,8 @@ class StressDrafter(Drafter):
         """``q``: by the tokens behind the prompt, [V]; ``width``: of the target's logits."""
         self._start, self._width = len(prompt), width
         self._q = {
-            prefix: (torch.nn.functional.pad(each.float(), (0, width - len(each))), each.cumsum(0)) for prefix, each in q.items()
+            prefix: (torch.nn.functional.pad(each.float(), (0, width - len(each))), each.cumsum(0))
+            for prefix, each in q.items()
         }
         self._random = Random(seed)
 
@@ -57,26 +58,13 @@ class StressDrafter(Drafter):
         return Proposal.chain(tokens, torch.stack(rows)) if tokens else None
 
 
-class Overconfident(Drafter):
-    """The negative control: another drafter's guesses, said to be drawn from half of their distribution and half of
-    anything at all. A rule that believes it accepts them up to twice as often as it may."""
+class _Beside(Drafter):
+    """Another drafter, with something done to its guesses, or with them. On the host, wherever the other one drafts."""
 
     def __init__(self, drafter: Drafter, width: int) -> None:
         self.inner, self._width = drafter, width
-        self.name = f"{drafter.name}, overconfident"
+        self.name = drafter.name
         self.needs_torch = drafter.needs_torch
-
-    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
-        return [None if guess is None else self._boasted(guess) for guess in self.inner.propose(views, budgets)]
-
-    def _boasted(self, guess: Proposal) -> Proposal:
-        q = guess.q
-        if not guess.is_chain:
-            return guess
-        if q is None:
-            q = torch.zeros(len(guess.tokens), self._width)
-            q[torch.arange(len(guess.tokens)), torch.tensor(guess.tokens)] = 1.0
-        return replace(guess, q=0.5 * q + 0.5 / self._width, draw="iid", paid=True)
 
     def catch_up(self, views: Sequence[DraftView]) -> None:
         self.inner.catch_up(views)
@@ -89,3 +77,43 @@ class Overconfident(Drafter):
 
     def reset(self) -> None:
         self.inner.reset()
+
+    def drawn_from(self, guess: Proposal) -> Tensor:
+        """[n, V] what the tokens of a guess are said to be drawn from."""
+        if guess.q is not None:
+            return guess.q
+        q = torch.zeros(len(guess.tokens), self._width)
+        q[torch.arange(len(guess.tokens)), torch.tensor(guess.tokens)] = 1.0
+        return q
+
+
+class Recorder(_Beside):
+    """Remembers what the first token of each guess was drawn from, by the text before it."""
+
+    def __init__(self, drafter: Drafter, width: int) -> None:
+        super().__init__(drafter, width)
+        self.seen: dict[tuple[int, ...], Tensor] = {}
+
+    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
+        guesses = self.inner.propose(views, budgets)
+        for view, guess in zip(views, guesses, strict=True):
+            if guess is not None and len(guess.tokens):
+                self.seen[tuple(view.tokens)] = self.drawn_from(guess)[0].float().cpu()
+        return guesses
+
+
+class Overconfident(_Beside):
+    """The negative control: another drafter's guesses, said to be drawn from half of their distribution and half of
+    anything at all. A rule that believes it accepts them up to twice as often as it may."""
+
+    def __init__(self, drafter: Drafter, width: int) -> None:
+        super().__init__(drafter, width)
+        self.name = f"{drafter.name}, overconfident"
+
+    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
+        return [self._boasted(guess) for guess in self.inner.propose(views, budgets)]
+
+    def _boasted(self, guess: Proposal | None) -> Proposal | None:
+        if guess is None or not guess.is_chain:
+            return guess
+        return replace(guess, q=0.5 * self.drawn_from(guess) + 0.5 / self._width, draw="iid", paid=True)

@@ -51,7 +51,9 @@ class Truth:
         if self.exact:
             return 0.0
         finite = row[np.isfinite(row)]
-        return float(2 * self.spacing * self.spacings * 2.0 ** np.ceil(np.log2(max(np.abs(finite).max(initial=1.0), 1.0))))
+        return float(
+            2 * self.spacing * self.spacings * 2.0 ** np.ceil(np.log2(max(np.abs(finite).max(initial=1.0), 1.0)))
+        )
 
 
 def truth_of(engine: Engine, longest: int) -> Truth:
@@ -86,12 +88,16 @@ def truth_of(engine: Engine, longest: int) -> Truth:
         engine.cold()
         return found  # type: ignore[no-any-return]
 
-    return Truth("one pass of the kernels over the whole text, over emptied keys", False, spacing, spacings, size, emptied)
+    return Truth(
+        "one pass of the kernels over the whole text, over emptied keys", False, spacing, spacings, size, emptied
+    )
 
 
 def _whole(model: Any) -> bool:
     """Are its weights there? Those of a model that was quantized for a GPU are let go."""
-    return all(p.numel() and p.device.type != "meta" for p in model.parameters()) and any(True for _ in model.parameters())
+    return all(p.numel() and p.device.type != "meta" for p in model.parameters()) and any(
+        True for _ in model.parameters()
+    )
 
 
 # -- a request's settings, in float64 -------------------------------------------------------------------------------
@@ -117,7 +123,9 @@ def processed(
     if params.repetition_penalty != 1.0:
         for token in {*prompt, *output}:
             if token < len(x):
-                x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+                x[token] = (
+                    x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+                )
     if params.frequency_penalty or params.presence_penalty:
         for token in set(output):
             x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
