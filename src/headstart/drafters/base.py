@@ -159,6 +159,11 @@ class Drafter(ABC):
         """A round was interrupted (Ctrl-C, say), perhaps in the middle of ``propose``: forget every sequence. You will
         be asked again about those that go on."""
 
+    @property
+    def token_bytes(self) -> int:
+        """Memory for keys and values that it keeps for a token of text."""
+        return 0
+
     def on_device(self) -> DeviceDrafter | None:
         """This drafter, if captured rounds can draft with it; None: its guesses come from the host."""
         return None

@@ -118,6 +118,10 @@ class HeadDrafter(Drafter):
             found = self._trees(asked) if self.branch > 1 else self._chains(asked)
         return [found.get(view.id) for view in views]
 
+    @property
+    def token_bytes(self) -> int:
+        return self.slab.token_bytes
+
     def release(self, sequence_id: str) -> None:
         if sequence_id in self.slab:
             self.slab.release(sequence_id)

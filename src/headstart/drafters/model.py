@@ -85,6 +85,10 @@ class ModelDrafter(Drafter):
         """Rows that lack more than a few tokens (a prompt, say) are read together, in as few forwards as may be."""
         self._read_missing(views, CATCH_UP)
 
+    @property
+    def token_bytes(self) -> int:
+        return self.runner.slab.token_bytes
+
     def release(self, sequence_id: str) -> None:
         if self._level.pop(sequence_id, None) is not None:
             self.runner.slab.release(sequence_id)
