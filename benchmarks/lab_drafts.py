@@ -73,7 +73,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--sequences", type=int, default=56)
     parser.add_argument("--noise", type=float, default=0.6)
+    parser.add_argument("--threads", type=int, default=1, help="torch's; two collapse on a busy machine")
     given = parser.parse_args()
+    torch.set_num_threads(given.threads)
     if given.kind == "model":
         model(given.out, given.steps, given.sequences)
     else:

@@ -41,6 +41,7 @@ Gamma = int | Literal["auto"]
 PLACES = 10  # of a head's drafts that are looked at where tokens are drawn
 RESAMPLED = 400  # times that texts are drawn again for an interval
 REPEATS = 3  # replays of drawn tokens
+WARM = 2  # texts that are written before, so that the controller knows the machine
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,9 @@ class Draft:
             guesses = self._guesses(texts, rule, seed)
             reset()
             try:
+                if not cold:  # as in service: what was learnt before stays
+                    first = texts[: max(WARM, rows)]
+                    replay(first, guesses, self.controller, self.costs, rows=rows, rule=rule)
                 return replay(
                     texts, guesses, self.controller, self.costs, rows=rows, rule=rule, cold=reset if cold else None
                 )

@@ -172,27 +172,42 @@ def _turn(
     try:
         for each in blocks.values():
             each.begin()
-        wanted = {n: [length for length in lengths if n != plain or not length] for n in blocks}
-        # Draft lengths in turn, and within each all systems: plain rounds between all others.
-        steps = [(length, name) for length in lengths for name in blocks if length in wanted[name]]
-        for length, name in steps:
-            blocks[name].block(length)
-            if length and plain in blocks:
-                blocks[plain].block(0, warm=1, counted=2)
+        # Draft lengths in turn, and within each all systems, with plain rounds between all of them: each block is
+        # counted in the plain rounds before and behind it.
+        before = blocks[plain].block(0)
+        for length in lengths:
+            for name, each in blocks.items():
+                if name != plain:
+                    found = each.block(length)
+                    behind = blocks[plain].block(0, warm=1, counted=3)
+                    _add(seen[name][rows], found, median([*before.seconds, *behind.seconds]))
+                    before = behind
     finally:
         gc.enable()
         for each in blocks.values():
             each.end()
-    unit = median(blocks[plain].forwards[1])
+    unit = median(blocks[plain].plain)
     units[rows].append(unit)
     for name, each in blocks.items():
-        found = seen[name][rows]
-        for width, seconds in each.forwards.items():
-            found.forwards[width].append(median(seconds) / unit)
-        for length, seconds in each.drafts.items():
-            found.drafts[length].append(median(seconds) / unit)
-        found.reading += [seconds / unit for seconds in each.reading]
-        found.prefill += [seconds / unit for seconds in each.prefill]
+        seen[name][rows].reading += [seconds / unit for seconds in each.reading]
+        seen[name][rows].prefill += [seconds / unit for seconds in each.prefill]
+    seen[plain][rows].forwards[1].append(1.0)
+
+
+def _add(seen: _Seen, block: _Block, unit: float) -> None:
+    if block.seconds:
+        seen.forwards[block.width].append(median(block.seconds) / unit)
+    if block.drafting:
+        seen.drafts[block.width - 1].append(median(block.drafting) / unit)
+
+
+@dataclass
+class _Block:
+    """Some rounds of one draft length, all as wide as that."""
+
+    width: int
+    seconds: list[float] = field(default_factory=list)  # less drafting
+    drafting: list[float] = field(default_factory=list)
 
 
 class _Blocks:
@@ -202,13 +217,12 @@ class _Blocks:
 
     def __init__(self, system: System, lines: Sequence[list[int]]) -> None:
         self.system, self.lines = system, lines
-        self.forwards: dict[int, list[float]] = defaultdict(list)
-        self.drafts: dict[int, list[float]] = defaultdict(list)
+        self.plain: list[float] = []
         self.reading: list[float] = []
         self.prefill: list[float] = []
         self._sweep = _Sweep()
         self._records: list[list[Round]] = []
-        self._longest = 0
+        self._drafted = False
 
     def begin(self) -> None:
         system, engine = self.system, self.system.engine
@@ -229,30 +243,30 @@ class _Blocks:
         seconds = sum(records[0].round_seconds for records in read) or perf_counter() - started
         self.prefill.append(seconds / sum(map(len, self.lines)))
 
-    def block(self, gamma: int, warm: int = WARM, counted: int = COUNTED) -> None:
+    def block(self, gamma: int, warm: int = WARM, counted: int = COUNTED) -> _Block:
         """Rounds with drafts of ``gamma`` tokens. A drafter that catches up does so in the first."""
-        engine, self._sweep.gamma = self.system.engine, gamma
+        engine, self._sweep.gamma, found = self.system.engine, gamma, _Block(gamma + 1)
         for number in range(warm + counted):
             self._records.clear()
             started = perf_counter()
             engine.step()
             seconds = perf_counter() - started
-            if len(self._records) != 1 or len(self._records[0]) != len(self.lines):
-                continue
-            self._count(self._records[0], seconds, gamma, counted=number >= warm)
+            if len(self._records) == 1 and len(self._records[0]) == len(self.lines):
+                self._count(self._records[0], seconds, found, counted=number >= warm)
+        if not gamma:
+            self.plain += found.seconds
+        return found
 
-    def _count(self, records: Sequence[Round], seconds: float, gamma: int, *, counted: bool) -> None:
+    def _count(self, records: Sequence[Round], seconds: float, found: _Block, *, counted: bool) -> None:
         first, longest = records[0], max(record.drafted for record in records)
-        if counted and longest == gamma:
-            drafting = first.draft_seconds if longest else 0.0
-            self.forwards[first.width].append(max(seconds - drafting - first.catch_up_seconds, _TINY))
+        if counted and first.width == found.width:
+            found.seconds.append(max(seconds - first.draft_seconds * (longest > 0) - first.catch_up_seconds, _TINY))
             if longest:
-                self.drafts[longest].append(drafting)
-        elif longest and not self.reading and not self._longest:
+                found.drafting.append(first.draft_seconds)
+        elif longest and not self._drafted:
             # The first draft: the prompts were read for it, by ``catch_up`` or within the draft.
-            missing = sum(map(len, self.lines))
-            self.reading.append((first.draft_seconds + first.catch_up_seconds) / missing)
-        self._longest = max(self._longest, longest)
+            self.reading.append((first.draft_seconds + first.catch_up_seconds) / sum(map(len, self.lines)))
+        self._drafted |= longest > 0
 
     def end(self) -> None:
         engine = self.system.engine
