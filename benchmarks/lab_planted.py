@@ -5,9 +5,9 @@
     python benchmarks/lab_planted.py --only "C++" --bug "stale keys"
 
 A bug is a change of the sources. For each, the package is copied, changed there, and certified in a process of its own
-(C++ is compiled anew, Triton kernels too). Models are small and random, with a draft that is the target plus noise: what
-is tested are rules, processing and keys, and they do not know which model they serve. The self-test that models pass at
-load is left out (``check=False``), since it finds stale keys by itself before any certificate is asked for.
+(C++ is compiled anew, Triton kernels too). Models are small and random, with a draft that is the target plus noise:
+what is tested are rules, processing and keys, and they do not know which model they serve. The self-test that models
+pass at load is left out (``check=False``): it finds stale keys by itself, before any certificate is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "src"))  # behind a changed copy, where there is one
 RESULTS = ROOT / "benchmarks" / "results"
 SETUPS = {"cpu": ("tensors", "C++", "C++, head"), "cuda": ("Triton", "captured tensors")}
 Change = tuple[str, str, str]  # file, old text, new text
@@ -49,7 +50,8 @@ _HEAT_MODEL_CPP = (
     "            if (tokens) tokens[i] = race(to, nullptr, size, {low[i], high[i]});\n"
     "            if (tokens && x) {\n"
     "                Knobs other{};\n"
-    "                other.temperature = 1.0f, other.min_p = min_p ? min_p[r] : 0.0f, other.top_p = top_p ? top_p[r] : 1.0f;\n"
+    "                other.temperature = 1.0f, other.min_p = min_p ? min_p[r] : 0.0f;\n"
+    "                other.top_p = top_p ? top_p[r] : 1.0f;\n"
     "                other.top_k = top_k ? top_k[r] : std::numeric_limits<int64_t>::max();\n"
     "                distribution(x + (size_t)i * size, size, other, to);\n"
     "            }",
@@ -72,7 +74,8 @@ _ACCEPT_TENSORS = (
 _RESIDUAL_TENSORS = (
     "maths/verify.py",
     "    def last(self, node: Tensor) -> Tensor:\n        weights = _at(self.p, node)\n",
-    "    def last(self, node: Tensor) -> Tensor:\n        return _at(self.p, node)\n        weights = _at(self.p, node)\n",
+    "    def last(self, node: Tensor) -> Tensor:\n        return _at(self.p, node)\n"
+    "        weights = _at(self.p, node)\n",
 )
 _HEAT_TENSORS = (
     "drafters/draft_sampler.py",
@@ -89,12 +92,14 @@ _PENALTY_TENSORS = (
 _STALE_TENSORS = (
     "machine/slab_layer.py",
     "            keys[:, :, slab.start : slab.live].copy_(key_states)\n",
-    "            old = keys[:, :, slab.start : slab.live]\n            old.copy_(torch.where(old == 0, key_states, old))\n",
+    "            old = keys[:, :, slab.start : slab.live]\n"
+    "            old.copy_(torch.where(old == 0, key_states, old))\n",
 )
 _STALE_TENSORS_RAGGED = (
     "machine/slab_layer.py",
     "            keys[row, :, slots] = key_states.transpose(1, 2)\n",
-    "            old = keys[row, :, slots]\n            keys[row, :, slots] = torch.where(old == 0, key_states.transpose(1, 2), old)\n",
+    "            old = keys[row, :, slots]\n"
+    "            keys[row, :, slots] = torch.where(old == 0, key_states.transpose(1, 2), old)\n",
 )
 _ACCEPT_TRITON = (
     "machine/gpu/kernels/reject.py",
@@ -283,7 +288,8 @@ def certified(bug: str | None, setup: str) -> dict[str, Any]:
         source = changed(BUGS[bug][setup] if bug else (), Path(folder))
         cache = Path(tempfile.gettempdir()) / "headstart-planted"
         cache.mkdir(mode=0o700, exist_ok=True)
-        around = os.environ | {"PYTHONPATH": str(source), "HEADSTART_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
+        around = os.environ | {"PYTHONPATH": path, "HEADSTART_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             [sys.executable, __file__, "--one", setup], capture_output=True, text=True, env=around, cwd=folder
         )
@@ -337,14 +343,14 @@ def main() -> None:
 
 def write(path: Path, found: dict[str, Any]) -> None:
     """Into the file, in the place of an earlier run of the same."""
-    sys.path.insert(0, str(ROOT / "src"))
     from headstart.lab.machine_facts import machine
+    from headstart.lab.report.store import as_json
 
     table = json.loads(path.read_text())["runs"] if path.exists() else []
     table = [row for row in table if (row["bug"], row["implementation"]) != (found["bug"], found["implementation"])]
     order = [None, *BUGS]
     table = sorted([*table, found], key=lambda row: (order.index(row["bug"]), row["implementation"]))
-    path.write_text(json.dumps({"machine": machine(), "runs": table}, indent=1) + "\n")
+    path.write_text(as_json({"machine": machine(), "runs": table}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ def certify(
 ) -> None:
     """Check that speculation with a pair of models changes nothing, and write a certificate.
 
-    Greedy and coupled answers, alone and in company, are put through the target again, token by token; what the token and
-    the block rule draw is compared with the target's own distribution; and the same tests have to reject runs that are
-    wrong on purpose. Exit status 0 if all of it holds, 3 if not.
+    Greedy and coupled answers, alone and in company, are put through the target again, token by token; what the token
+    and the block rule draw is compared with the target's own distribution; and the same tests have to reject runs that
+    are wrong on purpose. Exit status 0 if all of it holds, 3 if not.
     """
     report.check()
     options = system_options(model, max_rows=rows)
@@ -71,7 +71,8 @@ def _show(console: Console, found: Certificate) -> None:
         "The same distribution as plain forward passes give",
         ("check", "with", "rule", "decided by", "drafter", "samples", "p-value", "notices a distance of", "verdict"),
         [
-            (c.name, c.settings, c.rule, c.backend, c.drafter, str(c.compared), _p_value(c), f"{c.detectable:.2f}", c.verdict)
+            (c.name, c.settings, c.rule, c.backend, c.drafter, str(c.compared), _p_value(c), f"{c.detectable:.2f}",
+             c.verdict)
             for c in laws
         ],
     )  # fmt: skip

@@ -41,8 +41,8 @@ def doctor(
 ) -> None:
     """Look at this machine: versions, devices, compilers, caches, and what will be slow and why.
 
-    With --model, whether it and its draft fit in memory and run on kernels, before anything is loaded. Nothing is changed.
-    Exit status 0 if nothing is wrong, 3 if something is.
+    With --model, whether it and its draft fit in memory and run on kernels, before anything is loaded. Nothing is
+    changed. Exit status 0 if nothing is wrong, 3 if something is.
     """
     report.check()
     from ..lab.checkup.doctor import Asked

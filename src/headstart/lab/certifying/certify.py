@@ -1,12 +1,12 @@
 """``certify``: is speculation with this pair lossless here?
 
-Knows: which checks make up a certificate, with which requests, and how long they may take. Does not know: how any of them
-is made.
+Knows: which checks make up a certificate, with which requests, and how long they may take. Does not know: how any of
+them is made.
 
     the same tokens    greedy and coupled answers, alone, together, coming and going, with and without processing, with
                        log-probabilities and grammars, are put through the target again (``audit``)
-    the same law       token and block rules: the joint distribution of the first tokens behind a prompt, by a drafter that
-                       is often wrong; and every token along texts, by the drafter that serves (``laws``)
+    the same law       token and block rules: the joint distribution of the first tokens behind a prompt, by a drafter
+                       that is often wrong and by the one that serves; and every token along texts (``laws``)
     controls           the same tests on runs that are wrong on purpose
 """
 
@@ -31,7 +31,7 @@ from .certificate import Certificate
 from .checks import Examiner, Given
 from .engines import Engines
 from .evidence import FIRST, MORE, Plan
-from .laws import DEPTH, first_tokens, places
+from .laws import DEPTH, FirstTokens, first_tokens, passed, places
 from .running import Asked
 from .truth import truth_of
 
@@ -47,7 +47,9 @@ PROCESSED: dict[str, Any] = {
     "min_tokens": 4,
 }
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
-SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}, "size": {"type": "integer"}}, "required": ["city", "size"]}'
+_FIELDS = '{"city": {"type": "string"}, "size": {"type": "integer"}}'
+SCHEMA = f'{{"type": "object", "properties": {_FIELDS}, "required": ["city", "size"]}}'
+MOST_PASSES = 8  # answers along which places are looked for
 CANDIDATES = 12  # places that are looked at before one is chosen
 _FIRST = SamplingParams(max_tokens=DEPTH + 1, ignore_eos=True)
 _WORKED = replace(
@@ -71,7 +73,7 @@ class Effort:
     """How much is asked."""
 
     prompts: int = 6
-    longest: int = 72  # tokens of a prompt; the rest is cut off
+    longest: int = 40  # tokens of a prompt; the rest is cut off
     tokens: int = 28  # of an answer
     samples: int = 4000  # of a joint distribution, at the most
     texts: int = 24  # sampled of each prompt, at the most
@@ -232,12 +234,15 @@ class _Work:
         """With the drafter that is often wrong, and with the one that serves; rules and settings in turn."""
         examiner, effort = self.examiner, self.effort
         cases = [(STRESSED, False), *([(SERVED, True)] if self.engines.drafter is not None else [])]
+        passes = passed(self.truth, greedy[:MOST_PASSES])
+        law: FirstTokens | None = None
         left = examiner.plan.tests + 2  # the controls are about as long as two tests
         for settings, own in cases:
             for number, (rule, name, params) in enumerate(settings):
-                candidates = list(islice(places(self.truth, greedy, params), CANDIDATES))
+                candidates = list(islice(places(passes, params), CANDIDATES))
                 place = examiner.disagreements(candidates, params) if own else candidates[0]
-                law = first_tokens(self.truth, place.tokens, params)
+                if law is None or law.params != params:
+                    law = first_tokens(self.truth, place.tokens, params)
                 examiner.first_tokens(law, rule, name, self.budget.part(1 / left), effort.samples, own=own)
                 left -= 1
                 if (not own and number < 2) or (own and number == 0):

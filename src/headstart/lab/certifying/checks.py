@@ -118,8 +118,8 @@ class Examiner:
     # -- the same distribution
 
     def first_tokens(self, law: FirstTokens, rule: str, settings: str, budget: Budget, most: int, *, own: bool) -> None:
-        """The joint distribution of the first tokens behind a prompt: by the drafter that serves, or (not ``own``) by one
-        that is often wrong."""
+        """The joint distribution of the first tokens behind a prompt: by the drafter that serves, or (not ``own``) by
+        one that is often wrong."""
         name = f"first tokens, {settings}, {rule}"
         self._say(name)
         started, params = monotonic(), replace(law.params, verification=rule)  # type: ignore[arg-type]
@@ -155,8 +155,8 @@ class Examiner:
         answers(engine, [Asked(place.tokens, replace(params, seed=self.seed)) for place in candidates], step=self._step)
         best, furthest = candidates[0], -1.0
         for text, q in recorder.seen.items():
-            place = next((each for each in candidates if text[: len(each.tokens)] == each.tokens), None)
-            if place is None or len(text) > len(place.tokens) + 1:
+            place = next((each for each in candidates if each.tokens in (text, text[:-1])), None)
+            if place is None:
                 continue
             output = list(text[len(place.tokens) :])
             x = processed(self.truth.after(text, len(text))[0], params, place.tokens, output)

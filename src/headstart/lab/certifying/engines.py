@@ -11,6 +11,7 @@ from typing import Any
 from ...config import DraftConfig
 from ...control.controller import FixedController
 from ...drafters.base import Drafter
+from ...engine.captured import CapturedRounds
 from ...engine.device_rows import PROGRAMS
 from ...engine.engine import Engine
 from ...engine.warm_up import open_captured
@@ -48,6 +49,7 @@ class Engines:
         self.system, self.gamma = system, gamma
         self.engine = system.engine
         self.drafter = self.engine.parts.drafter
+        self._captured: dict[int, CapturedRounds | None] = {}  # by draft length, of drafters on the host
 
     @property
     def width(self) -> int:
@@ -59,8 +61,7 @@ class Engines:
         runner: Any = _ByTensors(parts.runner) if by_tensors else parts.runner
         captured = None
         if not by_tensors and runner.device.type == "cuda":
-            config = DraftConfig(gamma=most, overlap=False)
-            captured = open_captured(runner, drafter, config, parts.vocab_size, silent, name="the target")
+            captured = self._rounds(drafter, most)
         engine = Engine(
             runner,
             drafter,
@@ -75,6 +76,15 @@ class Engines:
             lengths = captured.lengths if captured is not None and captured.drafting else None
             engine.parts.controller.meet(free=drafter.free, ends_itself=drafter.ends_itself, lengths=lengths)
         return engine
+
+    def _rounds(self, drafter: Drafter | None, gamma: int) -> CapturedRounds | None:
+        """Captured rounds for guesses from the host; whose they are does not matter to them."""
+        assert drafter is None or drafter.on_device() is None
+        if gamma not in self._captured:
+            parts, config = self.engine.parts, DraftConfig(gamma=gamma, overlap=False)
+            found = open_captured(parts.runner, drafter, config, parts.vocab_size, silent, name="the target")
+            self._captured[gamma] = found
+        return self._captured[gamma]
 
     def backend(self, engine: Engine, params: SamplingParams) -> str:
         """Who decides about such requests' drafts in this engine: the same question that ``judge`` asks."""

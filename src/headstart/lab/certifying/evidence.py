@@ -116,8 +116,8 @@ class Plan:
 def pearson(counts: Mapping[T, int], law: Mapping[T, float], *, strict: bool) -> Tested:
     """Counts against a law over all their outcomes. Cells in which less than ``LEAST`` are expected are put together.
 
-    ``strict``: an outcome to which the law gives nothing cannot come, and fails the test; else (where rounding moves the
-    edge of a truncated distribution) it counts among the rare ones.
+    ``strict``: an outcome to which the law gives nothing cannot come, and fails the test; else (where rounding moves
+    the edge of a truncated distribution) it counts among the rare ones.
     """
     total = sum(counts.values())
     impossible = sum(count for outcome, count in counts.items() if law.get(outcome, 0.0) <= 0)
@@ -140,8 +140,8 @@ def pearson(counts: Mapping[T, int], law: Mapping[T, float], *, strict: bool) ->
 
 
 def along_texts(seen: Sequence[int], laws: Sequence[Sequence[float]], *, impossible: int = 0) -> Tested:
-    """Tokens along texts, each in one of C classes, against the target's probabilities [n, C] of the classes, given what
-    stands before the token. The differences are a martingale, so their sum, over its covariance, is chi-squared."""
+    """Tokens along texts, each in one of C classes, against the target's probabilities [n, C] of the classes, given
+    what stands before the token. The differences are a martingale: their sum, over its covariance, is chi-squared."""
     p = np.asarray(laws, dtype=np.float64)
     found = np.zeros_like(p)
     found[np.arange(len(seen)), np.asarray(seen, dtype=np.int64)] = 1.0

@@ -1,7 +1,7 @@
 """Distributions that a sampling engine has to keep: of the first tokens behind a prompt, and along whole texts.
 
-Knows: how to work them out from plain forward passes, and how outcomes are sorted into cells. Does not know: engines, or
-how outcomes were drawn.
+Knows: how to work them out from plain forward passes, and how outcomes are sorted into cells. Does not know: engines,
+or how outcomes were drawn.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...types import SamplingParams
 from .audit import Answer
@@ -19,7 +21,7 @@ from .evidence import Tested, along_texts, pearson
 from .stress import distorted
 from .truth import Floats, Truth, processed, target_law
 
-__all__ = ["OTHER", "FirstTokens", "Place", "along", "first_tokens", "places"]
+__all__ = ["OTHER", "FirstTokens", "Place", "along", "first_tokens", "passed", "places"]
 
 OTHER = -1  # the cell of all tokens that have none of their own
 DEPTH = 3  # tokens of a joint distribution
@@ -28,6 +30,7 @@ RANKS = (1, 2, 4, 10)  # tokens along texts are sorted by how likely they were: 
 NEARLY = 0.9  # probability of a token that is as good as certain
 
 Cell = tuple[int, ...]
+Pass = tuple[Answer, NDArray[np.float32]]  # an answer, and the target's logits along it
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,16 @@ def _cells(after: dict[Cell, Floats], named: dict[Cell, tuple[int, ...]]) -> dic
     return law | {cell: m for cell, m in mass.items() if len(cell) == DEPTH}
 
 
-def places(truth: Truth, answers: Sequence[Answer], params: SamplingParams) -> Iterator[Place]:
-    """Texts behind which there is something to see, the best first: the next token as good as certain (it comes from the
-    pass that reads the prompt, without a draft), those behind it not. By the plain passes over greedy answers."""
+def passed(truth: Truth, answers: Sequence[Answer]) -> list[Pass]:
+    """A plain pass over each of these answers."""
+    return [(each, truth.after([*each.prompt, *each.tokens], len(each.prompt))) for each in answers]
+
+
+def places(passes: Sequence[Pass], params: SamplingParams) -> Iterator[Place]:
+    """Texts behind which there is something to see, the best first: the next token as good as certain (it comes from
+    the pass that reads the prompt, without a draft), those behind it not. By the plain passes over greedy answers."""
     found: list[Place] = []
-    for answer in answers:
-        start = len(answer.prompt)
-        logits = truth.after([*answer.prompt, *answer.tokens], start)
+    for answer, logits in passes:
         tops, evenness = [], []
         for at in range(len(answer.tokens)):
             x = processed(logits[at], params, answer.prompt, list(answer.tokens[:at]))
@@ -139,7 +145,7 @@ def places(truth: Truth, answers: Sequence[Answer], params: SamplingParams) -> I
 
 
 def along(answers: Sequence[Answer], truth: Truth) -> Tested:
-    """Every token of sampled answers, by its rank among what could have followed, against the target's probabilities."""
+    """Every token of sampled answers, by its rank among what could follow, against the target's probabilities."""
     seen: list[int] = []
     laws: list[list[float]] = []
     impossible = 0
@@ -153,7 +159,7 @@ def along(answers: Sequence[Answer], truth: Truth) -> Tested:
             rank = np.flatnonzero(order == token)
             place = int(rank[0]) if len(rank) else len(p)
             bounds = [0, *RANKS]
-            masses = [float(p[order[a:b]].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+            masses = [float(p[order[a:b]].sum()) for a, b in pairwise(bounds)]
             laws.append([*masses, max(0.0, 1.0 - sum(masses))])
             seen.append(sum(place >= bound for bound in RANKS))
             impossible += truth.exact and p[token] <= 0

@@ -1,13 +1,15 @@
 """What the target says, worked out anew: plain forward passes, and a request's processing in float64.
 
 Knows: how to run the target over a whole text at once, from nothing, and what a request's settings make of its logits;
-both written apart from the engine, its kernels and ``maths.distribution``. Does not know: drafts, rounds, engines' answers.
+both written apart from the engine, its kernels and ``maths.distribution``. Does not know: drafts, rounds,
+engines' answers.
 
 What it shares with what it checks: the weights, the grammar library's masks, and the noise that a seed stands for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,21 +41,19 @@ class Truth:
     spacing: float  # of the target's numbers, relative; and how many of them still count as a tie
     spacings: float
     size: int  # ids that may be drawn
-    run: Callable[[Sequence[int]], torch.Tensor]  # a text [T] -> logits [T, V], float32, in the host's memory
+    run: Callable[[Sequence[int], int], torch.Tensor]  # a text, and how many: logits [n, V] of its last tokens
 
     def after(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
         """Logits for the tokens from ``start`` on: [T - start + 1, size]; the last are of what follows the text."""
-        found: NDArray[np.float32] = self.run(text)[max(start - 1, 0) :, : self.size].numpy()
+        found: NDArray[np.float32] = self.run(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
         return found
 
     def tie(self, row: Floats) -> float:
         """How far apart two logits of these may be and still be as good as equal: rounding moves each so far."""
         if self.exact:
             return 0.0
-        finite = row[np.isfinite(row)]
-        return float(
-            2 * self.spacing * self.spacings * 2.0 ** np.ceil(np.log2(max(np.abs(finite).max(initial=1.0), 1.0)))
-        )
+        largest = max(float(np.abs(row[np.isfinite(row)]).max(initial=1.0)), 1.0)
+        return self.spacings * self.spacing * 2.0 ** math.ceil(math.log2(largest))
 
 
 def truth_of(engine: Engine, longest: int) -> Truth:
@@ -65,28 +65,30 @@ def truth_of(engine: Engine, longest: int) -> Truth:
         apart = CpuRunner(runner.packed, runner.model, rows=1, max_len=longest, margin=_MARGIN, probe=False)
         apart.threads = max(1, runner.threads)
 
-        def packed(text: Sequence[int]) -> torch.Tensor:
+        def packed(text: Sequence[int], keep: int) -> torch.Tensor:
             apart.slab.reset()
-            return apart.forward(slice(0, 1), torch.tensor([list(text)]), [0])[0]
+            return apart.forward(slice(0, 1), torch.tensor([list(text)]), [0], keep=keep)[0]
 
-        name = f"one pass of the {runner.packed.plan.kind} kernels over the whole text, over a row of its own, emptied before"
+        kind = runner.packed.plan.kind
+        name = f"one pass of the {kind} kernels over the whole text, in a row of its own that was emptied before"
         return Truth(name, True, 0.0, 0.0, size, packed)
     spacing, spacings = _SPACINGS.get(runner.dtype, (2.0**-24, 256.0))
     if isinstance(runner, EagerRunner) and _whole(runner.model) and getattr(runner, "quantization", None) is None:
 
-        def modules(text: Sequence[int]) -> torch.Tensor:
+        def modules(text: Sequence[int], keep: int) -> torch.Tensor:
             with torch.inference_mode():
                 ids = torch.tensor([list(text)], device=runner.device)
-                return runner.model(input_ids=ids, use_cache=False).logits[0].float().cpu()  # type: ignore[no-any-return]
+                return runner.model(input_ids=ids, use_cache=False).logits[0, -keep:].float().cpu()  # type: ignore[no-any-return]
 
         name = "one pass of Hugging Face's own modules over the whole text, without a cache"
         return Truth(name, False, spacing, spacings, size, modules)
 
-    def emptied(text: Sequence[int]) -> torch.Tensor:
+    def emptied(text: Sequence[int], keep: int) -> torch.Tensor:
         engine.cold()
-        found = runner.forward(slice(0, 1), torch.tensor([list(text)], device=runner.device), [0])[0].float().cpu()
+        ids = torch.tensor([list(text)], device=runner.device)
+        found: torch.Tensor = runner.forward(slice(0, 1), ids, [0], keep=keep)[0].float().cpu()
         engine.cold()
-        return found  # type: ignore[no-any-return]
+        return found
 
     return Truth(
         "one pass of the kernels over the whole text, over emptied keys", False, spacing, spacings, size, emptied

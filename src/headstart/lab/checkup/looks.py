@@ -48,7 +48,8 @@ if torch.cuda.is_available():
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
-        found["devices"].append({"name": about.name, "capability": [about.major, about.minor], "free": free, "total": total})
+        device = {"name": about.name, "capability": [about.major, about.minor], "free": free, "total": total}
+        found["devices"].append(device)
 found["product"] = float((torch.ones(64, 64) @ torch.ones(64, 64)).sum())
 print("found:" + json.dumps(found))
 """
@@ -186,10 +187,11 @@ def work() -> Iterator[Finding]:
     if quota is not None and quota < cores:
         yield Finding("processor", "note", f"a container's quota leaves {quota} of {cores} cores' time to this process")
     if busy is not None and busy > 1.25 * processors():
-        text = f"the machine is busy: {busy:.1f} processes want {processors()} processors; figures measured now mean little"
+        text = f"the machine is busy: {busy:.1f} processes want {processors()} processors; measure later"
         yield Finding("processor", "slow", text, "wait until it is idle, or use fewer --threads")
     if os.environ.get("HEADSTART_CPU_ISA") not in (None, "", "native"):
-        text = f"HEADSTART_CPU_ISA={os.environ['HEADSTART_CPU_ISA'][:16]} holds the kernels to fewer instructions than there are"
+        told = os.environ["HEADSTART_CPU_ISA"][:16]
+        text = f"HEADSTART_CPU_ISA={told} holds the kernels to fewer instructions than there are"
         yield Finding("processor", "slow", text, "unset HEADSTART_CPU_ISA")
 
 

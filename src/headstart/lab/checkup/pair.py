@@ -230,7 +230,8 @@ def _one(role: str, about: Outline, kind: str, gpu: bool) -> Iterator[Finding]:
 
 def _beside(target: Outline, draft: Outline) -> Iterator[Finding]:
     if target.vocabulary and draft.vocabulary and abs(target.vocabulary - draft.vocabulary) > 1024:
-        text = f"target and draft have vocabularies of {target.vocabulary} and {draft.vocabulary} tokens: another tokenizer"
+        sizes = f"{target.vocabulary} and {draft.vocabulary}"
+        text = f"target and draft have vocabularies of {sizes} tokens: another tokenizer"
         yield Finding("pair", "wrong", text, "use a draft of the same family, or --draft lookup")
     if draft.parameters * 5 > target.parameters:
         ratio = target.parameters / max(draft.parameters, 1)

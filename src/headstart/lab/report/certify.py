@@ -16,8 +16,8 @@ def sentence(found: Certificate) -> str:
     held = sum(check.holds for check in found.checks)
     if found.holds:
         return (
-            f"It holds: all {held} checks found the target's own output, and the tests rejected every run that was wrong "
-            "on purpose."
+            f"It holds: all {held} checks found the target's own output, and the tests rejected every run that was "
+            "wrong on purpose."
         )
     return f"It does not hold: {held} of {len(found.checks)} checks hold."
 
@@ -33,12 +33,12 @@ def page(found: Certificate) -> str:
         section(
             "What it was held against",
             f"An independent reference: {found.reference}. What a request's settings make of its logits is worked out "
-            "anew in float64, apart from the engine and its kernels. Shared with the engine are the weights, the grammar "
-            "library's masks, and the noise that a seed stands for.",
+            "anew in float64, apart from the engine and its kernels. Shared with the engine are the weights, the "
+            "grammar library's masks, and the noise that a seed stands for.",
             "Every token has to be the very one: the engine's logits are the same bits as the reference's."
             if found.exact
-            else "The engine's kernels round otherwise than the reference does: a token that is within rounding of the best "
-            "counts as a near-tie. Near-ties are listed.",
+            else "The engine's kernels round otherwise than the reference does: a token that is within rounding of the "
+            "best counts as a near-tie. Near-ties are listed.",
         ),
         section("The same tokens", _ids(ids)),
         section("The same distribution", _plan(found), _laws(laws)),
@@ -59,8 +59,8 @@ def _ids(checks: list[Check]) -> str:
          c.rows, f"{c.ties}" + (f" (up to {c.widest_tie:.2g})" if c.ties else ""), _verdict(c))
         for c in checks
     ]  # fmt: skip
-    names = ("check", "settings", "company", "decided by", "drafter", "compared", "drafts accepted", "rollbacks", "rows",
-             "near-ties", "verdict")  # fmt: skip
+    names = ("check", "settings", "company", "decided by", "drafter", "compared", "drafts accepted", "rollbacks",
+             "rows", "near-ties", "verdict")  # fmt: skip
     caption = (
         "Answers are put through the target again, token by token. compared: tokens, and log-probabilities; rollbacks: "
         "rounds in which a draft was rejected; rows: answered in one forward, at the most."
@@ -75,13 +75,13 @@ def _laws(checks: list[Check]) -> str:
          f"{c.detectable:.3f}", ", ".join(f"{float(d):g}: {p:.2f}" for d, p in c.power.items()), _verdict(c))
         for c in checks
     ]  # fmt: skip
-    names = ("check", "settings", "rule", "decided by", "drafter", "samples", "drafts accepted", "chi-squared (df)", "p-value",
-             "repeated", "notices", "power by distance", "verdict")  # fmt: skip
+    names = ("check", "settings", "rule", "decided by", "drafter", "samples", "drafts accepted", "chi-squared (df)",
+             "p-value", "repeated", "notices", "power by distance", "verdict")  # fmt: skip
     caption = (
-        "first tokens: the joint distribution of the first tokens behind one prompt, by a drafter that is often wrong; along "
-        "texts: every token of sampled texts, by the drafter that serves. notices: any law that is so far from the target's, "
-        "in total variation over the cells, fails with probability 0.99 or more; power by distance: the least probability "
-        "that a law so far away fails."
+        "first tokens: the joint distribution of the first tokens behind one prompt; the drafter called stress is made "
+        "to be often wrong; along texts: every token of sampled texts. notices: any law that is so far from the "
+        "target's, in total variation over the cells, fails with probability 0.99 or more; power by distance: the "
+        "least probability that a law so far away fails."
     )
     return table(names, rows, caption, text=(1, 12))
 
@@ -89,16 +89,17 @@ def _laws(checks: list[Check]) -> str:
 def _plan(found: Certificate) -> str:
     plan = found.plan
     return (
-        f"Stated beforehand: {plan['tests']:g} tests share a false-alarm rate of {found.false_alarms:g}. One fails with a "
-        f"p-value under {plan['fails_under']:.2g}. With one under {plan['repeated_under']:g} it is repeated with other seeds "
-        f"and {plan['times_the_samples']:g} times the samples, and fails under {plan['then_fails_under']:.2g}."
+        f"Stated beforehand: {plan['tests']:g} tests share a false-alarm rate of {found.false_alarms:g}. One fails "
+        f"with a p-value under {plan['fails_under']:.2g}. With one under {plan['repeated_under']:g} it is repeated "
+        f"with other seeds and {plan['times_the_samples']:g} times the samples, and fails under "
+        f"{plan['then_fails_under']:.2g}."
     )
 
 
 def _controls(found: Certificate) -> str:
     rows = [
         (c.name, c.what, c.test, c.samples, "" if c.p_value is None else f"{c.p_value:.2g}",
-         ("rejected" if c.rejected else "not rejected") + (f": {c.note}" if c.note else "") + ("" if c.needed else " (for information)"))
+         ("rejected" if c.rejected else "not rejected") + (f": {c.note}" if c.note else ""))
         for c in found.controls
     ]  # fmt: skip
     caption = "The same tests on runs with a deliberate fault: a test that cannot fail proves nothing."
