@@ -10,6 +10,21 @@ Every function returns a record with ``to_json``; ``lab.save`` writes it as JSON
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .bench_record import Bench, BenchSettings
+    from .benching import bench
+    from .certifying.certificate import Certificate, Check, Control
+    from .certifying.certify import certify
+    from .checkup.doctor import doctor
+    from .checkup.record import Checkup, Finding
+    from .profile_record import Profile
+    from .profiling import profile
+    from .report.store import page_of, save
+    from .statistics import Interval, Ratio
+    from .system import System, SystemOptions
+    from .texts import Text, read_texts, shipped
 
 # Which module holds each public name. It is imported when one of its names is first used: torch takes seconds.
 # No module here has the name of a function: importing it would put it in the function's place.
@@ -18,12 +33,24 @@ _HOMES = {
     **dict.fromkeys(("System", "SystemOptions"), "system"),
     **dict.fromkeys(("Text", "read_texts", "shipped"), "texts"),
     **dict.fromkeys(("page_of", "save"), "report.store"),
-    **dict.fromkeys(("bench", "Bench"), "benching"),
-    **dict.fromkeys(("profile", "Profile"), "profiling"),
+    "bench": "benching",
+    "certify": "certifying.certify",
+    **dict.fromkeys(("Certificate", "Check", "Control"), "certifying.certificate"),
+    "doctor": "checkup.doctor",
+    **dict.fromkeys(("Checkup", "Finding"), "checkup.record"),
+    **dict.fromkeys(("Bench", "BenchSettings"), "bench_record"),
+    "profile": "profiling",
+    "Profile": "profile_record",
 }
 
 __all__ = [
     "Bench",
+    "BenchSettings",
+    "Certificate",
+    "Check",
+    "Checkup",
+    "Control",
+    "Finding",
     "Interval",
     "Profile",
     "Ratio",
@@ -31,6 +58,8 @@ __all__ = [
     "SystemOptions",
     "Text",
     "bench",
+    "certify",
+    "doctor",
     "page_of",
     "profile",
     "read_texts",
@@ -39,13 +68,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # so that a wrong name is still found without running anything
 
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

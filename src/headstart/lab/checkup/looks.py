@@ -182,7 +182,7 @@ def work() -> Iterator[Finding]:
     elif able & {"avx512_vnni", "avx_vnni"} or "asimddp" in able:
         yield Finding("processor", "fine", "it has instructions for 8-bit products (VNNI or dot product)")
     elif x86 and able:
-        yield Finding("processor", "fine", "AVX2, without VNNI: 8-bit products take two instructions more")
+        yield Finding("processor", "fine", "AVX2, without instructions for 8-bit products (VNNI)")
     cores = os.cpu_count() or 1
     if quota is not None and quota < cores:
         yield Finding("processor", "note", f"a container's quota leaves {quota} of {cores} cores' time to this process")
