@@ -1,0 +1,116 @@
+"""Point 3 of the lab, its first half: ``certify`` holds for every drafter that ships.
+
+    python benchmarks/lab_certify.py                                  # the embedded model on this CPU
+    python benchmarks/lab_certify.py --only lookup --seconds 60
+    python benchmarks/lab_certify.py --device cuda --weights FOLDER   # in bfloat16 and int8 on this GPU
+
+The draft model is the target's own first layers, untrained as a draft: it is often wrong, and so tests the more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "src"))
+LAYERS = 4  # of the draft model
+CASES = {
+    "cpu": {
+        "lookup": {"draft": "lookup"},
+        "head": {"draft": "HEAD"},
+        "portfolio": {"draft": "auto"},
+        "draft model, int8": {"draft": "FEW", "draft_quantization": "int8"},
+        "draft model, float32": {"draft": "FEW", "draft_quantization": None},
+        "float32 target, lookup": {"draft": "lookup", "dtype": "float32"},
+        "float32 target, int4 draft model": {"draft": "FEW", "draft_quantization": "int4", "dtype": "float32"},
+    },
+    "cuda": {
+        "lookup": {"draft": "lookup"},
+        "head": {"draft": "HEAD"},
+        "draft model": {"draft": "FEW"},
+        "draft model, not overlapped": {"draft": "FEW", "overlap": False},
+        "int8 target, int8 draft model": {"draft": "FEW", "quantization": "int8", "draft_quantization": "int8"},
+        "invariant, draft model": {"draft": "FEW", "invariant": True},
+    },
+}
+
+
+def few_layers(source: str, folder: Path) -> str:
+    """The first layers of a model, as a model of its own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
+
+
+def certified(name: str, settings: dict[str, Any], weights: str | None, seconds: float, folder: Path) -> dict[str, Any]:
+    """One certificate, in short."""
+    from headstart.lab import SystemOptions, certify
+    from headstart.machine.load.embedded import embedded_draft, embedded_folder
+
+    given = dict(settings)
+    if given["draft"] == "FEW":
+        few = folder / "few"
+        given["draft"] = str(few) if few.exists() else few_layers(weights or str(embedded_folder()), few)
+    if given["draft"] == "HEAD":
+        given["draft"] = str(embedded_draft())
+    begun = perf_counter()
+    found = certify(SystemOptions(model=weights, **given), seconds=seconds)
+    laws = [check for check in found.checks if check.p_value is not None]
+    return {
+        "case": name,
+        "holds": found.holds,
+        "faults": found.faults,
+        "runs": dict(found.runs),
+        "exact": found.exact,
+        "checks": len(found.checks),
+        "backends": sorted({check.backend for check in found.checks}),
+        "tokens_compared": sum(check.compared for check in found.checks if check.p_value is None),
+        "near_ties": sum(check.ties for check in found.checks),
+        "widest_tie": max(check.widest_tie for check in found.checks),
+        "samples": sum(check.compared for check in laws),
+        "p_values": [check.p_value for check in laws],
+        "notices": [check.detectable for check in laws],
+        "drafted": sum(check.drafted for check in found.checks),
+        "accepted": sum(check.accepted for check in found.checks),
+        "controls": [{"name": c.name, "rejected": c.rejected, "needed": c.needed} for c in found.controls],
+        "skipped": list(found.skipped),
+        "seconds": round(perf_counter() - begun, 1),
+    }
+
+
+def main() -> None:
+    from headstart.lab.machine_facts import machine
+    from headstart.lab.report.store import as_json
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(CASES), default="cpu")
+    parser.add_argument("--weights", help="a folder; without it: the embedded model")
+    parser.add_argument("--only", help="this case alone")
+    parser.add_argument("--seconds", type=float, default=85.0, help="for the checks of each")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    given = parser.parse_args()
+    path = given.out / f"certify-{given.device}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, settings in CASES[given.device].items():
+            if given.only not in (None, name):
+                continue
+            row = certified(name, settings, given.weights, given.seconds, Path(folder))
+            print(name, "holds" if row["holds"] else row["faults"], row["seconds"], flush=True)
+            table = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+            table = [each for each in table if each["case"] != name] + [row]
+            path.write_text(as_json({"machine": machine(), "runs": table}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
