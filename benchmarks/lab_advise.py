@@ -1,14 +1,14 @@
 """Is what ``advise`` predicts what is measured? Points 1 and 2 of the lab.
 
-Knows: candidates for the embedded model and grown pairs with a wanted acceptance rate, and how predicted is held against
+Knows: candidates for the embedded model, grown pairs with a wanted acceptance rate, and how predicted is held against
 measured. Does not know: how anything is predicted or measured (``headstart.lab``).
 
-    python benchmarks/lab_advise.py --device cpu --model-draft DIR --worse DIR     point 1: the embedded model, five drafts
-    python benchmarks/lab_advise.py --weights DIR --ids FILE                       point 2: a GPU, grown pairs
-    python benchmarks/lab_advise.py --quick                                        both ways through the code, tiny models
+    python benchmarks/lab_advise.py --device cpu --model-draft DIR --worse DIR   point 1: the embedded model
+    python benchmarks/lab_advise.py --weights DIR --ids FILE                     point 2: a GPU, grown pairs
+    python benchmarks/lab_advise.py --quick                                      tiny models, to see that it runs
 
-Point 1: predictions are made from one half of ../shared/data's prompts; ``bench`` measures every candidate on prompts of
-the other half. Point 2: for each draft and batch size the prediction is made from some prompts, and measured on others.
+Point 1: predictions are made from prompts of ../shared/data; ``bench`` measures every candidate on other prompts of the
+same tasks. Point 2: for each draft and batch size the prediction is made from some prompts, and measured on others.
 """
 
 from __future__ import annotations
