@@ -23,7 +23,7 @@ __all__ = ["advise"]
 
 _what = section("What is measured")
 
-Drafts = Annotated[list[str] | None, typer.Argument(metavar="[DRAFT]...", help="Further candidates.")]
+Drafts = Annotated[list[str] | None, typer.Argument(metavar="DRAFT", help="Further candidates.")]
 
 
 @dataclass(frozen=True)

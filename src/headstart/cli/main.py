@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .advise import advise
 from .batch import batch
 from .bench import bench
 from .certify import certify
@@ -24,6 +25,7 @@ from .options import Verbose, spread
 from .profile import profile
 from .screen import note, show_log
 from .serve import serve
+from .whatif import whatif
 
 __all__ = ["app", "command"]
 
@@ -38,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, serve, batch, demo, distill, bench, certify, doctor, profile):
+for function in (generate, chat, serve, batch, demo, distill, bench, certify, doctor, profile, advise, whatif):
     app.command(cls=Command)(spread(function, env=PREFIX if function is serve else ""))
 
 

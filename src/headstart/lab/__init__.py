@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .advice_record import Advice, AdviseSettings
+    from .advising import advise
     from .bench_record import Bench, BenchSettings
     from .benching import bench
     from .certifying.certificate import Certificate, Check, Control
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from .statistics import Interval, Ratio
     from .system import System, SystemOptions
     from .texts import Text, read_texts, shipped
+    from .what_if import WhatIf, WhatIfSettings, whatif
 
 # Which module holds each public name. It is imported when one of its names is first used: torch takes seconds.
 # No module here has the name of a function: importing it would put it in the function's place.
@@ -33,6 +36,9 @@ _HOMES = {
     **dict.fromkeys(("System", "SystemOptions"), "system"),
     **dict.fromkeys(("Text", "read_texts", "shipped"), "texts"),
     **dict.fromkeys(("page_of", "save"), "report.store"),
+    "advise": "advising",
+    **dict.fromkeys(("Advice", "AdviseSettings"), "advice_record"),
+    **dict.fromkeys(("whatif", "WhatIf", "WhatIfSettings"), "what_if"),
     "bench": "benching",
     "certify": "certifying.certify",
     **dict.fromkeys(("Certificate", "Check", "Control"), "certifying.certificate"),
@@ -44,6 +50,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Advice",
+    "AdviseSettings",
     "Bench",
     "BenchSettings",
     "Certificate",
@@ -57,6 +65,9 @@ __all__ = [
     "System",
     "SystemOptions",
     "Text",
+    "WhatIf",
+    "WhatIfSettings",
+    "advise",
     "bench",
     "certify",
     "doctor",
@@ -65,6 +76,7 @@ __all__ = [
     "read_texts",
     "save",
     "shipped",
+    "whatif",
 ]
 
 

@@ -25,7 +25,8 @@ def _parts(found: WhatIf) -> Iterator[Html]:
     best = max(first, key=lambda case: case.alpha)
     yield lead(
         f"A target of the shape {shape} with a draft of the shape {draft}, on this machine with {best.rows} "
-        f"row{'s' * (best.rows > 1)}: {best.auto:.2f} times as fast as plain decoding if {best.alpha:.0%} of guesses hold."
+        f"row{'s' * (best.rows > 1)}: {best.auto:.2f} times as fast as plain decoding if {best.alpha:.0%} of guesses "
+        "hold."
     )
     for said in found.notes:
         yield note(said, "warning")
