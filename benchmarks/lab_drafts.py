@@ -3,7 +3,7 @@ minutes, and the shipped head with noise on its weights.
 
 Knows: how both are made, and where they go. Does not know: what they are worth.
 
-    python benchmarks/lab_drafts.py model --out DIR [--steps 120]     goes on where it was stopped
+    python benchmarks/lab_drafts.py model --out DIR [--steps 60]     goes on where it was stopped
     python benchmarks/lab_drafts.py worse --out DIR [--noise 0.6]
 """
 
@@ -40,9 +40,9 @@ class _Told:
 
 def model(out: Path, steps: int, sequences: int) -> None:
     """A model of two layers, 192 wide, taught by a little of the target's own text."""
-    data = DataSettings(sequences=sequences, shard=8, temperatures=(0.0, 1.0), answer_tokens=96, rows=8)
+    data = DataSettings(sequences=sequences, shard=8, temperatures=(0.0, 1.0), answer_tokens=64, rows=8)
     every = max(1, steps // 8)
-    train = TrainSettings(steps=steps, rows=8, evaluate_every=every, checkpoint_every=every, patience=0)
+    train = TrainSettings(steps=steps, rows=4, evaluate_every=every, checkpoint_every=every, patience=0)
     settings = DistillSettings(
         kind="model", layers=2, width=192, length=192, proof_prompts=2, proof_tokens=24, data=data, train=train
     )
@@ -70,8 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("model", "worse"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--sequences", type=int, default=56)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--sequences", type=int, default=24)
     parser.add_argument("--noise", type=float, default=0.6)
     parser.add_argument("--threads", type=int, default=1, help="torch's; two collapse on a busy machine")
     given = parser.parse_args()

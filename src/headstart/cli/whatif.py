@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from .lab import ReportOptions, measuring, section
-from .options import TargetOptions, Verbose
+from .options import ModelOptions, Verbose
 from .screen import show_table
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def whatif(*, options: WhatIfOptions, report: ReportOptions) -> None:
     is not known without the models, so the speed-up is shown for several acceptance rates.
     """
     report.check()
-    with measuring(TargetOptions(verbose=options.verbose)) as tell:
+    with measuring(ModelOptions(verbose=options.verbose)) as tell:
         from ..lab.system import SystemOptions
         from ..lab.what_if import SECONDS
         from ..lab.what_if import whatif as measured
 
-        kinds = {name: getattr(options, name) for name in ("quantization", "draft_quantization")}
-        system = SystemOptions(
-            device=options.device, **{name: None if kind == "none" else kind for name, kind in kinds.items()}
+        system = SystemOptions(device=options.device).changed(
+            quantization=None if options.quantization == "none" else options.quantization,
+            draft_quantization=None if options.draft_quantization == "none" else options.draft_quantization,
         )
         found = measured(options.settings(report.limit(SECONDS)), system, tell=tell)
         tell("")

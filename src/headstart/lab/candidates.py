@@ -84,10 +84,17 @@ def candidates(
                 proposals.append(entry.sentence)
     for draft in given:
         found += _variants(draft, device, quantization)
-    unique: dict[tuple[str, str], Candidate] = {}
+    unique: dict[tuple[object, str], Candidate] = {}
     for each in found:
-        unique.setdefault((str(each.draft), each.quantization), each)
-    return list(unique.values()), proposals
+        same = str(each.draft) if isinstance(each.draft, (str, Path)) else id(each.draft)
+        unique.setdefault((same, each.quantization), each)
+    names: dict[str, Candidate] = {}
+    for each in unique.values():  # models that are objects have no names of their own
+        name = each.name
+        while name in names:
+            name += "'"
+        names[name] = replace(each, name=name)
+    return list(names.values()), proposals
 
 
 def _here(name: str, remote: Remote | None) -> Path | None:

@@ -34,8 +34,8 @@ def _parts(found: Advice) -> Iterator[Html]:
     yield Html(f"{_code(best.command)}{_code(best.python)}")
     for said in found.notes:
         yield note(said, "warning")
-    if said := missing():
-        yield note(said)
+    if (lacking := missing()) is not None:
+        yield note(lacking)
     for rows, temperature in _cells(found):
         title = f"Speed-up with {rows} row{'s' * (rows > 1)}, temperature {temperature:g}"
         known = [outlook for outlook in found.outlooks if outlook.predictions]

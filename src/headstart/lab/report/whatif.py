@@ -30,8 +30,8 @@ def _parts(found: WhatIf) -> Iterator[Html]:
     )
     for said in found.notes:
         yield note(said, "warning")
-    if said := missing():
-        yield note(said)
+    if (lacking := missing()) is not None:
+        yield note(lacking)
     for rows in dict.fromkeys(case.rows for case in found.cases):
         cases = [case for case in found.cases if case.rows == rows]
         yield section(f"{rows} row{'s' * (rows > 1)}", _table(cases), figures([_picture(cases)]))
