@@ -69,7 +69,7 @@ def candidates(
     candidate of its own.
     """
     found = [Candidate(name, "drafter", name) for name in registered_drafters()]
-    if is_embedded(model) and embedded_draft() is not None:
+    if (model is None or is_embedded(model)) and embedded_draft() is not None:
         found.append(
             Candidate("auto", "head", "auto", notes=("the head that ships with the embedded model, and lookup",))
         )
