@@ -186,9 +186,9 @@ def stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [None, accepts_too_often, residual_from_p])
 def test_first_tokens_of_a_drafter_that_is_often_wrong(plant: Any, examiner: Examiner, monkeypatch: Any) -> None:
-    rule, name, params = STRESSED[0]
+    rule, name, params, branches = STRESSED[0]
     place = next(places(passed(examiner.truth, greedy(examiner)), params))
-    law = first_tokens(examiner.truth, place.tokens, params)
+    law = first_tokens(examiner.truth, place.tokens, params, branches)
     if plant is not None:
         plant(monkeypatch)
     examiner.first_tokens(law, rule, name, LEFT, 500, own=False)
@@ -199,12 +199,12 @@ def test_first_tokens_of_a_drafter_that_is_often_wrong(plant: Any, examiner: Exa
 
 @pytest.mark.parametrize("plant", [None, other_temperature])
 def test_first_tokens_of_the_drafter_that_serves(plant: Any, examiner: Examiner, monkeypatch: Any) -> None:
-    rule, name, params = SERVED[0]
+    rule, name, params, branches = SERVED[0]
     candidates = list(places(passed(examiner.truth, greedy(examiner)), params))[:12]
     if plant is not None:
         plant(monkeypatch)
     place = examiner.disagreements(candidates, params)
-    examiner.first_tokens(first_tokens(examiner.truth, place.tokens, params), rule, name, LEFT, 600, own=True)
+    examiner.first_tokens(first_tokens(examiner.truth, place.tokens, params, branches), rule, name, LEFT, 600, own=True)
     [check] = examiner.checks
     assert check.verdict == ("holds" if plant is None else "fails"), check
 

@@ -31,7 +31,7 @@ from .certificate import Certificate
 from .checks import Examiner, Given
 from .engines import Engines
 from .evidence import FIRST, MORE, Plan
-from .laws import DEPTH, FirstTokens, first_tokens, passed, places
+from .laws import BRANCHES, FirstTokens, first_tokens, passed, places
 from .running import Asked
 from .truth import truth_of
 
@@ -51,20 +51,20 @@ _FIELDS = '{"city": {"type": "string"}, "size": {"type": "integer"}}'
 SCHEMA = f'{{"type": "object", "properties": {_FIELDS}, "required": ["city", "size"]}}'
 MOST_PASSES = 8  # answers along which places are looked for
 CANDIDATES = 12  # places that are looked at before one is chosen
-_FIRST = SamplingParams(max_tokens=DEPTH + 1, ignore_eos=True)
+_FIRST = SamplingParams(max_tokens=4, ignore_eos=True)  # the first comes without a draft, then two are drafted
 _WORKED = replace(
     _FIRST, temperature=1.2, top_k=12, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.5
 )
-#: rule, settings in words, settings
+#: rule, settings in words, settings, and how many tokens have cells of their own
 STRESSED = (
-    ("token", "temperature 0.9", replace(_FIRST, temperature=0.9)),
-    ("block", "temperature 0.9", replace(_FIRST, temperature=0.9)),
-    ("token", "temperature 1.2, top-k 12, penalties", _WORKED),
-    ("block", "temperature 1.2, top-k 12, penalties", _WORKED),
+    ("token", "temperature 0.9", replace(_FIRST, temperature=0.9), BRANCHES),
+    ("block", "temperature 0.9", replace(_FIRST, temperature=0.9), BRANCHES),
+    ("token", "temperature 1.2, top-k 12, penalties", _WORKED, BRANCHES),
+    ("block", "temperature 1.2, top-k 12, penalties", _WORKED, BRANCHES),
 )
 SERVED = (  # far from 1: a draft that tells another temperature's q must show
-    ("token", "temperature 2, top-k 12", replace(_FIRST, temperature=2.0, top_k=12)),
-    ("block", "temperature 0.5", replace(_FIRST, temperature=0.5)),
+    ("token", "temperature 2, top-k 4", replace(_FIRST, temperature=2.0, top_k=4), (4, 4)),
+    ("block", "temperature 0.5", replace(_FIRST, temperature=0.5), BRANCHES),
 )
 
 
@@ -225,8 +225,9 @@ class _Work:
         except (MissingExtra, HeadstartError) as error:
             self.skipped.append(f"structured output: {error}")
             return
-        for name, settings in (("greedy ids", {"temperature": 0}), ("coupled ids", {"temperature": 0.8, "seed": 5})):
-            params = SamplingParams(max_tokens=self.effort.tokens, structured=Structured(json=SCHEMA), **settings)  # type: ignore[arg-type]
+        held = SamplingParams(max_tokens=self.effort.tokens, structured=Structured(json=SCHEMA))
+        coupled = replace(held, temperature=0.8, seed=5)
+        for name, params in (("greedy ids", replace(held, temperature=0)), ("coupled ids", coupled)):
             asked = [Asked(prompt, params, grammar) for prompt in prompts[:3]]
             self.examiner.ids(Given(name, "held to a JSON schema", asked), "together")
 
@@ -238,11 +239,11 @@ class _Work:
         law: FirstTokens | None = None
         left = examiner.plan.tests + 2  # the controls are about as long as two tests
         for settings, own in cases:
-            for number, (rule, name, params) in enumerate(settings):
+            for number, (rule, name, params, branches) in enumerate(settings):
                 candidates = list(islice(places(passes, params), CANDIDATES))
                 place = examiner.disagreements(candidates, params) if own else candidates[0]
                 if law is None or law.params != params:
-                    law = first_tokens(self.truth, place.tokens, params)
+                    law = first_tokens(self.truth, place.tokens, params, branches)
                 examiner.first_tokens(law, rule, name, self.budget.part(1 / left), effort.samples, own=own)
                 left -= 1
                 if (not own and number < 2) or (own and number == 0):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from .audit import Answer, Audit, audited, tampered
 from .certificate import Check, Control
 from .engines import Engines
 from .evidence import FIRST, MORE, Plan, Tested
-from .laws import DEPTH, FirstTokens, Place, along
+from .laws import FirstTokens, Place, along
 from .running import Asked, Company, Exercise, answers
 from .stress import Overconfident, Recorder, StressDrafter
 from .truth import Truth, processed, target_law
@@ -28,6 +29,7 @@ __all__ = ["Examiner", "Given"]
 
 DISTANCES = (0.05, 0.1, 0.2)  # total variations whose power is told
 PILOT = 100  # outcomes after which the time that more will take is known
+DRAFTED = 2  # tokens of a round of the drafter that is often wrong
 AGAIN = 1 << 40  # where the seeds of a repetition begin
 
 Tell = Callable[[str], None]
@@ -131,7 +133,7 @@ class Examiner:
             exercise.add(did)
             return found
 
-        engine = self.engines.engine if own else self.engines.of(self._stress(law, self.seed), gamma=DEPTH - 1)
+        engine = self.engines.engine if own else self.engines.of(self._stress(law, self.seed), gamma=DRAFTED)
         drawn = sampled(engine, self.seed, min(PILOT, most))
         affordable = int(PILOT * budget.left / max(monotonic() - started, 1e-3)) if budget.seconds is not None else most
         count = min(most, max(3 * PILOT, affordable))
@@ -140,7 +142,7 @@ class Examiner:
         if first.p_value < FIRST and not self.plan.fails(first.p_value):
             self._say(f"{name}: once more, with {MORE * count} samples")
             if not own:
-                engine = self.engines.of(self._stress(law, self.seed + AGAIN), gamma=DEPTH - 1)
+                engine = self.engines.of(self._stress(law, self.seed + AGAIN), gamma=DRAFTED)
             again = self._tested(law, sampled(engine, self.seed + AGAIN, MORE * count))
         given = Given("first tokens", settings, [Asked(law.prompt, params)])
         self._record(given, rule, engine, (first, again), exercise, started)
@@ -178,7 +180,7 @@ class Examiner:
         self._say(f"the control of first tokens ({rule})")
         drafter = self.engines.drafter if own else self._stress(law, self.seed)
         assert drafter is not None
-        engine = self.engines.of(Overconfident(drafter, self.engines.width), gamma=None if own else DEPTH - 1)
+        engine = self.engines.of(Overconfident(drafter, self.engines.width), gamma=None if own else DRAFTED)
         params = replace(law.params, verification=rule)  # type: ignore[arg-type]
         taken: list[Answer] = []
         tested = Tested(0.0, 0, 1.0, 0)
@@ -288,6 +290,6 @@ class Examiner:
             self.tell(self._text)
 
 
-def _exercised(exercise: Exercise) -> dict[str, int]:
+def _exercised(exercise: Exercise) -> dict[str, Any]:
     names = ("drafted", "accepted", "rejections")
     return {name: getattr(exercise, name) for name in names} | {"rows": exercise.widest}

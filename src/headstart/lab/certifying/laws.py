@@ -19,12 +19,11 @@ from ...types import SamplingParams
 from .audit import Answer
 from .evidence import Tested, along_texts, pearson
 from .stress import distorted
-from .truth import Floats, Truth, processed, target_law
+from .truth import Floats, Law, Truth, processed, target_law
 
 __all__ = ["OTHER", "FirstTokens", "Place", "along", "first_tokens", "passed", "places"]
 
 OTHER = -1  # the cell of all tokens that have none of their own
-DEPTH = 3  # tokens of a joint distribution
 BRANCHES = (2, 3, 3)  # tokens with a cell of their own, behind a prefix of each length
 RANKS = (1, 2, 4, 10)  # tokens along texts are sorted by how likely they were: the likeliest, the next, two more ...
 NEARLY = 0.9  # probability of a token that is as good as certain
@@ -49,12 +48,13 @@ class FirstTokens:
     prompt: tuple[int, ...]
     params: SamplingParams
     law: dict[Cell, float]
-    after: dict[Cell, Floats]  # p [V] behind each prefix whose tokens all have cells
+    after: dict[Cell, Law]  # behind each prefix whose tokens all have cells
     named: dict[Cell, tuple[int, ...]]  # the tokens with cells behind it
+    depth: int  # tokens that are looked at
 
     def cell(self, tokens: Sequence[int]) -> Cell:
         found: list[int] = []
-        for token in tokens[:DEPTH]:
+        for token in tokens[: self.depth]:
             own = token in self.named[tuple(found)]
             found.append(token if own else OTHER)
             if not own:
@@ -71,8 +71,8 @@ class FirstTokens:
     def _possible(self, tokens: Sequence[int]) -> Cell:
         """The cell; of tokens that cannot come, one that is not in the law."""
         prefix: Cell = ()
-        for token in tokens[:DEPTH]:
-            if self.after[prefix][token] <= 0:
+        for token in tokens[: self.depth]:
+            if not self.after[prefix].possible(token):
                 return (*prefix, -2)
             if token not in self.named[prefix]:
                 break
@@ -83,33 +83,32 @@ class FirstTokens:
 
     def drafts(self) -> dict[Cell, torch.Tensor]:
         """What a drafter that is to be corrected draws from behind each prefix, [V]."""
-        return {prefix: distorted(torch.from_numpy(p), self.named[prefix]) for prefix, p in self.after.items()}
-
-    def accepting_all(self) -> dict[Cell, float]:
-        """The law over cells if every such draft were accepted, but for the first token, which is not drafted."""
-        q = {prefix: each.numpy() for prefix, each in self.drafts().items()}
-        return _cells({prefix: self.after[prefix] if not prefix else q[prefix] for prefix in self.after}, self.named)
+        pairs = self.after.items()
+        return {prefix: distorted(torch.from_numpy(law.p), self.named[prefix]) for prefix, law in pairs}
 
 
-def first_tokens(truth: Truth, prompt: Sequence[int], params: SamplingParams) -> FirstTokens:
-    """Enumerate what can follow a prompt, a plain pass for each prefix."""
-    after: dict[Cell, Floats] = {}
+def first_tokens(
+    truth: Truth, prompt: Sequence[int], params: SamplingParams, branches: Sequence[int] = BRANCHES
+) -> FirstTokens:
+    """Enumerate what can follow a prompt, a plain pass for each prefix. ``branches``: see ``BRANCHES``."""
+    after: dict[Cell, Law] = {}
     named: dict[Cell, tuple[int, ...]] = {}
     prefixes: list[Cell] = [()]
-    for branches in BRANCHES[:DEPTH]:
+    for count in branches:
         longer: list[Cell] = []
         for prefix in prefixes:
             text = [*prompt, *prefix]
             x = processed(truth.after(text, len(text))[0], params, prompt, list(prefix))
-            p = target_law(x, params).p
-            best = np.argsort(-p)[:branches]
-            after[prefix], named[prefix] = p, tuple(int(token) for token in best if p[token] > 0)
+            law = target_law(x, params)
+            best = np.argsort(-law.p)[:count]
+            after[prefix], named[prefix] = law, tuple(int(token) for token in best if law.p[token] > 0)
             longer += [(*prefix, token) for token in named[prefix]]
         prefixes = longer
-    return FirstTokens(tuple(prompt), params, _cells(after, named), after, named)
+    chances = {prefix: law.p for prefix, law in after.items()}
+    return FirstTokens(tuple(prompt), params, _cells(chances, named, len(branches)), after, named, len(branches))
 
 
-def _cells(after: dict[Cell, Floats], named: dict[Cell, tuple[int, ...]]) -> dict[Cell, float]:
+def _cells(after: dict[Cell, Floats], named: dict[Cell, tuple[int, ...]], depth: int) -> dict[Cell, float]:
     law: dict[Cell, float] = {}
     mass: dict[Cell, float] = {(): 1.0}
     for prefix, p in after.items():  # shorter ones first
@@ -117,7 +116,7 @@ def _cells(after: dict[Cell, Floats], named: dict[Cell, tuple[int, ...]]) -> dic
         for token in own:
             mass[*prefix, token] = before * float(p[token])
         law[*prefix, OTHER] = max(0.0, before * (1.0 - float(sum(p[token] for token in own))))
-    return law | {cell: m for cell, m in mass.items() if len(cell) == DEPTH}
+    return law | {cell: m for cell, m in mass.items() if len(cell) == depth}
 
 
 def passed(truth: Truth, answers: Sequence[Answer]) -> list[Pass]:
@@ -153,7 +152,8 @@ def along(answers: Sequence[Answer], truth: Truth) -> Tested:
         logits = truth.after([*answer.prompt, *answer.tokens], len(answer.prompt))
         for at, token in enumerate(answer.tokens):
             x = processed(logits[at], answer.params, answer.prompt, list(answer.tokens[:at]), answer.endings)
-            p = target_law(x, answer.params).p
+            law = target_law(x, answer.params)
+            p = law.p
             few = np.argpartition(-p, RANKS[-1])[: RANKS[-1]] if len(p) > RANKS[-1] else np.arange(len(p))
             order = few[np.argsort(-p[few], kind="stable")]
             rank = np.flatnonzero(order == token)
@@ -162,5 +162,5 @@ def along(answers: Sequence[Answer], truth: Truth) -> Tested:
             masses = [float(p[order[a:b]].sum()) for a, b in pairwise(bounds)]
             laws.append([*masses, max(0.0, 1.0 - sum(masses))])
             seen.append(sum(place >= bound for bound in RANKS))
-            impossible += truth.exact and p[token] <= 0
+            impossible += truth.exact and not law.possible(token)
     return along_texts(seen, laws, impossible=impossible)

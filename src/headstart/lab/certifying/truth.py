@@ -28,6 +28,7 @@ __all__ = ["Law", "Truth", "processed", "scores", "target_law", "truth_of"]
 
 Floats = NDArray[np.float64]
 
+EDGE = 2e-4  # relative
 _MARGIN = 64  # slots of the reference's own row, past the longest text
 _SPACINGS = {torch.bfloat16: (2.0**-8, 2.0), torch.float16: (2.0**-11, 4.0), torch.float32: (2.0**-24, 256.0)}
 
@@ -146,6 +147,10 @@ class Law:
     p: Floats  # [V]
     before: Floats  # [V] the same before truncation
     floor: float  # the least of ``before`` that stayed
+
+    def possible(self, token: int) -> bool:
+        """Could it be drawn? At the very edge of a truncation, float32 may have kept what float64 has not."""
+        return bool(self.before[token] > 0 and self.before[token] >= self.floor * (1 - EDGE))
 
 
 def target_law(x: Floats, params: SamplingParams) -> Law:

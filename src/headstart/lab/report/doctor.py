@@ -24,7 +24,7 @@ def sentence(found: Checkup) -> str:
 
 def page(found: Checkup) -> str:
     """A self-contained page of HTML."""
-    urgent = [finding for level in ("wrong", "slow", "note") for finding in found.of(level)]  # type: ignore[arg-type]
+    urgent = [finding for level in ("wrong", "slow", "note") for finding in found.of(level)]
     kept = [(place.name, place.what, gigabytes(place.bytes), place.deletable) for place in found.places]
     parts = [
         lead(sentence(found)),
