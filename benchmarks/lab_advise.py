@@ -102,9 +102,9 @@ def measured_by_bench(
 def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     """Grown pairs at three acceptance levels, and several batch sizes."""
     lines = prompts(setting, given)
-    options = SystemOptions(
-        model=setting.target, **{**setting.options, "max_rows": max(given.batches), "max_model_len": 512}
-    )
+    longest = 240 if given.quick else 512
+    sizes = setting.options | {"max_rows": max(given.batches), "max_model_len": longest}
+    options = SystemOptions(model=setting.target).changed(**sizes)
     log("opening the target")
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--tokens", type=int, default=96)
     options.add_argument("--advise-seconds", type=float, default=200)
     options.add_argument("--bench-seconds", type=float, default=300)
-    options.add_argument("--pair-seconds", type=float, default=60, help="for each draft, opening not counted")
+    options.add_argument("--pair-seconds", type=float, default=35, help="for each draft, opening not counted")
     options.add_argument("--alphas", type=float, nargs="+", default=[0.6, 0.75, 0.9])
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options.add_argument("--drafts", nargs="+", default=["third", "small"], choices=["third", "small"])

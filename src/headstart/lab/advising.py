@@ -36,7 +36,8 @@ __all__ = ["Adviser", "advise"]
 
 PLAIN, FILLER = "plain", "filler"
 TURNS = 5  # of measuring costs
-MOST_TEXTS = 24
+MOST_TEXTS = 64
+LEAST_BLOCKS = 3  # of confirming, whatever the time
 WRITING, MEASURING, CONFIRMING = 0.15, 0.5, 0.35  # shares of the time
 PLACES = 8  # of a draft whose acceptance is shown
 SPARE = 2  # systems beside those that will be confirmed that stay open
@@ -267,7 +268,7 @@ class Adviser:
         cells = [(rows, temperature) for rows in self.settings.rows for temperature in self.settings.temperatures]
         for number, (rows, temperature) in enumerate(cells):
             names = [name for name in self._ranked(rows, temperature)[: self.settings.confirm] if name in self.open]
-            if not names or (number and budget.over):
+            if not names:
                 continue
             found = self._beside(names, rows, temperature, budget.part(1 / (len(cells) - number)))
             for name, each in found.items():
@@ -280,12 +281,13 @@ class Adviser:
         units = [[lines[(i + j) % len(lines)] for j in range(rows)] for i in range(0, len(lines), rows)]
         drawn: dict[str, Any] = {"verification": "block"} if temperature else {}
         blocks: dict[str, list[Block]] = {name: [] for name in names}
-        count = len(units)
+        # A device keeps its time, so that more prompts say more there than the same ones again.
+        count, first = len(units), 0.9 if self.plain.device.type == "cuda" else 0.45
         for turn in range(MOST_TURNS):
             for number, unit in enumerate(units[:count]):
-                if blocks[names[0]] and budget.over:
+                if len(blocks[names[0]]) >= LEAST_BLOCKS and budget.over:
                     break
-                if not turn and number > 2 and budget.spent > 0.4 * (budget.seconds or float("inf")):
+                if not turn and number > 2 and budget.spent > first * (budget.seconds or float("inf")):
                     count = number  # so that each is measured more than once
                     break
                 self._tell(f"confirming {', '.join(names)}: turn {turn + 1}, prompt {number + 1}")
