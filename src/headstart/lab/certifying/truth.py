@@ -29,6 +29,7 @@ __all__ = ["Law", "Truth", "processed", "scores", "target_law", "truth_of"]
 Floats = NDArray[np.float64]
 
 EDGE = 2e-4  # relative
+USUAL = 16.0  # logits; what they are made of is rounded as if they were no smaller than this
 _MARGIN = 64  # slots of the reference's own row, past the longest text
 _SPACINGS = {torch.bfloat16: (2.0**-8, 2.0), torch.float16: (2.0**-11, 4.0), torch.float32: (2.0**-24, 256.0)}
 
@@ -53,7 +54,7 @@ class Truth:
         """How far apart two logits of these may be and still be as good as equal: rounding moves each so far."""
         if self.exact:
             return 0.0
-        largest = max(float(np.abs(row[np.isfinite(row)]).max(initial=1.0)), 1.0)
+        largest = float(np.abs(row[np.isfinite(row)]).max(initial=USUAL))
         return self.spacings * self.spacing * 2.0 ** math.ceil(math.log2(largest))
 
 
