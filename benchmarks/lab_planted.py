@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -281,7 +281,7 @@ def changed(changes: tuple[Change, ...], folder: Path) -> Path:
     return folder
 
 
-def certified(bug: str | None, setup: str) -> dict[str, Any]:
+def certified(bug: str | None, setup: str, until: float) -> dict[str, Any]:
     """What a certificate says of the package with this bug."""
     begun = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -290,9 +290,17 @@ def certified(bug: str | None, setup: str) -> dict[str, Any]:
         cache.mkdir(mode=0o700, exist_ok=True)
         path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
         around = os.environ | {"PYTHONPATH": path, "HEADSTART_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", setup], capture_output=True, text=True, env=around, cwd=folder
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", setup],
+                capture_output=True,
+                text=True,
+                env=around,
+                cwd=folder,
+                timeout=max(1.0, until - perf_counter()),
+            )
+        except subprocess.TimeoutExpired:
+            return {"bug": bug, "implementation": setup, "crashed": "not done in time"}
     if done.returncode:
         said = done.stderr.strip().splitlines()
         return {"bug": bug, "implementation": setup, "crashed": said[-1] if said else "", "log": said[-12:]}
@@ -324,6 +332,9 @@ def main() -> None:
     parser.add_argument("--bug", help="bugs whose names begin like this, and not the sound package; 'none': that alone")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, default=1, help="certificates at a time")
+    parser.add_argument(
+        "--limit", type=float, default=7200.0, help="seconds in all; what is not done by then is left out"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
     if given.one:
@@ -335,8 +346,10 @@ def main() -> None:
         (bug, s) for bug in BUGS for s in setups if s in BUGS[bug] and (given.bug is None or bug.startswith(given.bug))
     ]
     path = given.out / f"certify-planted-{given.device}.json"
+    until = perf_counter() + given.limit
     with ThreadPoolExecutor(given.jobs) as pool:
-        for found in pool.map(lambda pair: certified(*pair), wanted):
+        for done in as_completed([pool.submit(certified, *pair, until) for pair in wanted]):
+            found = done.result()
             print(json.dumps(found), flush=True)
             write(path, found)
 
