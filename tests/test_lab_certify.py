@@ -199,7 +199,7 @@ def test_first_tokens_of_a_drafter_that_is_often_wrong(plant: Any, examiner: Exa
 
 @pytest.mark.parametrize("plant", [None, other_temperature])
 def test_first_tokens_of_the_drafter_that_serves(plant: Any, examiner: Examiner, monkeypatch: Any) -> None:
-    rule, name, params, branches = SERVED[0]
+    rule, name, params, branches = SERVED[1]
     candidates = list(places(passed(examiner.truth, greedy(examiner)), params))[:12]
     if plant is not None:
         plant(monkeypatch)

@@ -63,7 +63,7 @@ STRESSED = (
     ("block", "temperature 1.2, top-k 12, penalties", _WORKED, BRANCHES),
 )
 SERVED = (  # far from 1: a draft that tells another temperature's q must show
-    ("token", "temperature 2, top-k 4", replace(_FIRST, temperature=2.0, top_k=4), (4, 4)),
+    ("token", "temperature 0.6", replace(_FIRST, temperature=0.6), BRANCHES),
     ("block", "temperature 0.5", replace(_FIRST, temperature=0.5), BRANCHES),
 )
 
@@ -249,7 +249,10 @@ class _Work:
                 if (not own and number < 2) or (own and number == 0):
                     examiner.overconfident(law, rule, name, effort.control if not own else effort.control // 3, own=own)
         if self.engines.drafter is not None:
-            texts = self._asked(prompts, temperature=0.8, ignore_eos=True)
+            texts = self._asked(prompts, temperature=1.4, top_k=40, ignore_eos=True)
             examiner.texts(
-                Given("along texts", "temperature 0.8", texts), "block", self.budget.part(1 / left), effort.texts
+                Given("along texts", "temperature 1.4, top-k 40", texts),
+                "block",
+                self.budget.part(1 / left),
+                effort.texts,
             )
