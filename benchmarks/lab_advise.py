@@ -41,9 +41,9 @@ TASKS = ("arithmetic", "code", "dialogue", "instruction")
 # -- point 1 -------------------------------------------------------------------------------------------------------
 
 
-def halves(per_task: int) -> tuple[list[Text], list[Text]]:
+def halves(data: Path, per_task: int) -> tuple[list[Text], list[Text]]:
     """Prompts to predict from, and others of the same tasks to measure on."""
-    found = [text for task in TASKS for text in read_texts(SHARED / f"{task}.jsonl")]
+    found = [text for task in TASKS for text in read_texts(data / f"{task}.jsonl")]
     groups = by_task(found)
     first = [text for texts in groups.values() for text in texts[: 2 * per_task]]  # advise keeps every other one back
     other = [text for texts in groups.values() for text in texts[-per_task:]]
@@ -53,8 +53,8 @@ def halves(per_task: int) -> tuple[list[Text], list[Text]]:
 def embedded(given: Namespace, report: Report) -> None:
     """Every candidate predicted by ``advise`` and measured by ``bench``, on prompts that advise was not given."""
     drafts: list[Any] = [path for path in (given.model_draft, given.worse) if path is not None]
-    seen, unseen = halves(given.per_task)
-    options = SystemOptions(max_rows=1, max_model_len=2048, check=False)
+    seen, unseen = halves(given.data, given.per_task)
+    options = SystemOptions(max_rows=1, max_model_len=2048, check=False, device="cpu")
     settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
     log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
     with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
@@ -203,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__, "pair")
     options.add_argument("--model-draft", type=Path, help="a distilled model (benchmarks/lab_drafts.py model)")
     options.add_argument("--worse", type=Path, help="the head in a worse version (benchmarks/lab_drafts.py worse)")
+    options.add_argument("--data", type=Path, default=SHARED, help="the folder of shared/data")
     options.add_argument("--per-task", type=int, default=5)
     options.add_argument("--tokens", type=int, default=96)
     options.add_argument("--advise-seconds", type=float, default=200)
