@@ -103,7 +103,7 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     """Grown pairs at three acceptance levels, and several batch sizes."""
     lines = prompts(setting, given)
     longest = 240 if given.quick else 512
-    sizes = setting.options | {"max_rows": max(given.batches), "max_model_len": longest}
+    sizes = setting.options | {"max_rows": max(given.batches), "max_model_len": longest, "draft_quantization": None}
     options = SystemOptions(model=setting.target).changed(**sizes)
     log("opening the target")
     plain = System.open(options, quiet, draft=None)

@@ -128,12 +128,10 @@ class Draft:
         if costly is None:
             return None
         if text not in self._known:
-            self.system.cold()
             if isinstance(costly, ModelDrafter):
                 self._known[text] = of_model(self.runner, costly, text, self.vocab_size)
             else:
                 self._known[text] = of_head(self.runner, costly, text, self.vocab_size, places)
-            self.system.cold()
         return self._known[text]
 
     def acceptance(self, texts: Sequence[Written], most: int, rule: Verification | None) -> list[float] | None:

@@ -222,10 +222,10 @@ class _Supposed:
         with Adviser(
             self._options, [draft], None, settings, tell=self._tell, prompts=prompts, plain=plain, only=True
         ) as adviser:
-            (outlook,) = adviser.run().outlooks
+            run = {key: ratio for outlook in adviser.run().outlooks for key, ratio in outlook.measured.items()}
         found = []
         for case in cases:
-            ratio = outlook.measured.get((case.rows, 0.0))
+            ratio = run.get((case.rows, 0.0))
             match = case.alpha == alpha and ratio is not None
             found.append(replace(case, measured=ratio, agreement=agreed) if match else case)
         return found
