@@ -28,6 +28,8 @@ from .turns import Run, in_turn
 
 __all__ = ["Bencher", "bench"]
 
+Part = Callable[[Measured], tuple[int, float]]  # tokens and seconds
+
 WARM_TOKENS = 24
 TURNS = 4  # times that a prompt should be measured
 MOST_TURNS = 20
@@ -97,6 +99,7 @@ class Bencher:
         first = System.open(options.changed(draft=None), self._tell)
         self.systems[PLAIN] = first
         first.options = options  # what it is a sibling of
+        first.options = first.hold_threads()
         for draft in drafts:
             if draft is None or options.gamma == 0:
                 continue
@@ -165,7 +168,7 @@ class Bencher:
     def _say(self, done: int, turn: int, budget: Budget, of: int | None = None) -> None:
         whole = f" of {of}" if of is not None else ""
         left = f", {max(0.0, budget.left):.0f} s left" if budget.seconds is not None else ""
-        found = self._ratio(list(self.systems)[1], None, _decoding) if len(self.systems) > 1 else None
+        found = ratio(self.pairs(list(self.systems)[1])) if len(self.systems) > 1 else None
         shown = f"; speed-up so far {found}" if found is not None else ""
         self._tell(f"measuring: turn {turn}, prompt {done}{whole}{left}{shown}")
 
@@ -221,15 +224,16 @@ class Bencher:
         """Measured so far."""
         return len(self._measured.get(PLAIN, ()))
 
-    def _ratio(self, name: str, task: str | None, part: Callable[[Measured], tuple[int, float]]) -> Ratio | None:
-        pairs = zip(self._measured.get(PLAIN, ()), self._measured.get(name, ()), strict=True)
-        chosen = [(unit, base, mine) for (unit, base), (_, mine) in pairs if task in (None, unit.task)]
-        return ratio([Block(unit.number, *part(base), *part(mine)) for unit, base, mine in chosen])
+    def pairs(self, name: str, part: Part | None = None, task: str | None = None) -> list[Block]:
+        """Blocks of plain decoding and of another way, in the order of time. ``part``: what of an answer counts; by
+        default all but its first token."""
+        part = part or _decoding
+        both = zip(self._measured.get(PLAIN, ()), self._measured.get(name, ()), strict=True)
+        chosen = [(unit, base, mine) for (unit, base), (_, mine) in both if task in (None, unit.task)]
+        return [Block(unit.number, *part(base), *part(mine)) for unit, base, mine in chosen]
 
-    def _ratios(
-        self, name: str, tasks: Sequence[str], part: Callable[[Measured], tuple[int, float]]
-    ) -> dict[str, Ratio]:
-        found = {task: self._ratio(name, None if task == ALL else task, part) for task in (ALL, *tasks)}
+    def _ratios(self, name: str, tasks: Sequence[str], part: Part) -> dict[str, Ratio]:
+        found = {task: ratio(self.pairs(name, part, None if task == ALL else task)) for task in (ALL, *tasks)}
         return {task: each for task, each in found.items() if each is not None}
 
     def result(self, *, stopped: bool = False) -> Bench:

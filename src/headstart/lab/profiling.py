@@ -77,6 +77,7 @@ class Profiler:
     def _load(self, options: SystemOptions) -> None:
         first = System.open(options.changed(draft=None), self._tell)
         first.options = options
+        first.options = first.hold_threads()
         self.systems[PLAIN] = first
         if options.draft is not None:
             self.systems[DRAFT] = first.sibling(options.draft, self._tell)
@@ -209,7 +210,7 @@ def _captured_bytes(device: torch.device) -> int:
     """What lies in the memory pools of captured rounds."""
     if device.type != "cuda":
         return 0
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
 
 

@@ -24,6 +24,7 @@ from ..machine.load.loading import Capability, Loaded, eos_ids
 from ..machine.quantize import QUANTIZATIONS, Quantization
 from ..machine.text import TextCodec
 from ..types import Round, Tell
+from .report.store import without_folders
 from .texts import Text
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _named(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return value.name
-    return str(value) if isinstance(value, (str, torch.dtype, torch.device, dict)) else type(value).__name__
+    known = isinstance(value, (str, torch.dtype, torch.device, dict))
+    return without_folders(str(value)) if known else type(value).__name__
 
 
 class System:
@@ -125,6 +127,15 @@ class System:
         found = System.open(options, tell)
         found.options = self.options.changed(draft=draft, **settings)
         return found
+
+    def hold_threads(self) -> SystemOptions:
+        """From now on its kernels use the threads that they use now, whatever else the machine does; the options for
+        siblings that do the same. Engines that are compared must not differ by how many each one found fastest."""
+        runner: Any = self.engine.parts.runner
+        if self.options.threads is None and runner.own_threads:
+            runner.threads = runner.threads  # what is set is kept
+            return replace(self.options, threads=runner.threads)
+        return self.options
 
     def _shared(self, options: SystemOptions) -> bool:
         same = ("model", "dtype", "quantization", "device", "device_map", "revision")

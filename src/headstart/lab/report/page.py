@@ -35,13 +35,12 @@ body { margin: 0 auto; padding: 1.5rem clamp(0.8rem, 3vw, 2.5rem) 3rem; max-widt
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 0.3rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.6rem; padding-top: 0.6rem; border-top: 1px solid var(--line); }
 p { margin: 0.4rem 0; max-width: 62rem; }
-.lead { font-size: 1.1rem; } .muted, figcaption, caption { color: var(--muted); font-size: 0.9rem; }
+.lead { font-size: 1.1rem; } .muted, figcaption { color: var(--muted); font-size: 0.9rem; }
 .note { border-left: 4px solid var(--accent); background: var(--soft); padding: 0.5rem 0.8rem; margin: 0.6rem 0;
   max-width: 62rem; } .note.warning { border-color: var(--warn); background: var(--warn-bg); }
 .note.bad { border-color: var(--bad); } .note.good { border-color: var(--good); }
 .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; margin: 0.4rem 0; font-variant-numeric: tabular-nums; }
-caption { text-align: left; caption-side: bottom; padding: 0.3rem 0; }
 th, td { padding: 0.28rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td.text { text-align: left; white-space: normal; min-width: 12rem; }
@@ -96,10 +95,10 @@ def table(
 
     head = "".join(f'<th scope="col">{_html(name)}</th>' for name in columns)
     lines = ("<tr>" + "".join(cell(i, value) for i, value in enumerate(row)) + "</tr>" for row in rows)
-    told = f"<caption>{escape(caption)}</caption>" if caption else ""
+    told = f'<p class="muted">{escape(caption)}</p>' if caption else ""  # not a caption, which is as wide as the table
     body = "\n".join(lines)
     return Html(
-        f'<div class="scroll"><table>{told}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{told}'
     )
 
 
