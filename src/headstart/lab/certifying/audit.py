@@ -117,8 +117,8 @@ def _logprob(told: TokenLogprob, row: np.ndarray, truth: Truth, tie: float, at: 
     """The log-probabilities told with a token against those of the plain pass, before any processing."""
     top = float(row.max())
     total = top + math.log(float(np.exp(row - top).sum()))
-    pairs = {told.token_id: told.logprob, **told.top}
-    off = max(abs(value - (float(row[token]) - total)) for token, value in pairs.items())
+    pairs = [(told.token_id, told.logprob), *told.top.items()]  # the token may be among the likeliest, too
+    off = max(abs(value - (float(row[token]) - total)) for token, value in pairs)
     if off <= LOGPROBS + 2 * tie:
         return Audit(logprobs=len(pairs), logprobs_off=off)
     wrong = (f"a log-probability told with token {at} of an answer is {off:.3g} off",)
