@@ -79,7 +79,7 @@ def audited(answer: Answer, truth: Truth) -> Audit:
         row, output = logits[at], list(tokens[:at])
         mask = grammar.mask(()) if grammar is not None else None
         x = processed(row, params, prompt, output, answer.endings, mask)
-        tie = truth.tie(row.astype(np.float64))
+        tie = truth.tie(row.astype(np.float64)) * max(params.repetition_penalty, 1 / params.repetition_penalty)
         if params.greedy:
             gap, allowed = float(x.max() - x[token]), tie
         else:

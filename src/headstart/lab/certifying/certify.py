@@ -46,6 +46,12 @@ PROCESSED: dict[str, Any] = {
     "presence_penalty": 0.4,
     "min_tokens": 4,
 }
+REWARDED: dict[str, Any] = {  # so that tokens come again, and a wrong count shows
+    "repetition_penalty": 1.1,
+    "frequency_penalty": -0.5,
+    "presence_penalty": -0.4,
+    "min_tokens": 4,
+}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 _FIELDS = '{"city": {"type": "string"}, "size": {"type": "integer"}}'
 SCHEMA = f'{{"type": "object", "properties": {_FIELDS}, "required": ["city", "size"]}}'
@@ -199,7 +205,7 @@ class _Work:
         whole = Given(
             "coupled ids",
             "top-k, top-p, min-p, penalties, bias, min_tokens",
-            self._asked(prompts, seed=examiner.seed + 12, logit_bias=bias, **SAMPLED, **PROCESSED),
+            self._asked(prompts, seed=examiner.seed + 12, logit_bias=bias, **SAMPLED, **REWARDED),
         )
         plain = [replace(one, params=replace(one.params, speculate=False)) for one in greedy.asked]
         found = examiner.ids(Given("plain decoding", "greedy", plain), "together", drafts=False)

@@ -6,6 +6,7 @@ Knows: how engines are put together over one runner, and who decides about draft
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from ...config import DraftConfig
@@ -82,7 +83,8 @@ class Engines:
         assert drafter is None or drafter.on_device() is None
         if gamma not in self._captured:
             parts, config = self.engine.parts, DraftConfig(gamma=gamma, overlap=False)
-            found = open_captured(parts.runner, drafter, config, parts.vocab_size, silent, name="the target")
+            more: dict[str, Any] = {"masks": False} if "masks" in signature(open_captured).parameters else {}
+            found = open_captured(parts.runner, drafter, config, parts.vocab_size, silent, name="the target", **more)
             self._captured[gamma] = found
         return self._captured[gamma]
 
