@@ -36,9 +36,10 @@ def flags() -> frozenset[str]:
 
 def load_average() -> float | None:
     """Processes that want to run, over the last minute."""
+    asked: Any = getattr(os, "getloadavg", None)  # Windows has none
     try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):  # Windows has none
+        return float(asked()[0]) if asked is not None else None
+    except OSError:
         return None
 
 
