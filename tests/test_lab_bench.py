@@ -74,12 +74,18 @@ def test_speed_up_is_plain_time_over_its_time(options: SystemOptions, monkeypatc
     assert of.ttft == 3
 
 
+def test_conversations_are_taken_as_they_stand(options: SystemOptions) -> None:
+    messages = ({"role": "system", "content": "Short."}, {"role": "user", "content": "Why?"})
+    found = bench(options, [Text("chat", messages=messages), *TEXTS[:1]], settings(turns=1))
+    assert found.prompts == {"chat": 1, "a": 1}
+    assert found.ways[1].same == (2, 2)
+
+
 def test_several_rows_and_drawn_tokens(options: SystemOptions) -> None:
     found = bench(options, TEXTS, settings(rows=2, temperature=1.0, turns=1))
     of = found.ways[1].figures[ALL]
-    assert (found.prompts, of.answers, of.tokens) == ({"a": 1, "b": 1}, 4, 64)
+    assert (found.prompts, found.turns, of.answers, of.tokens) == ({"a": 1, "b": 2}, 1, 4, 64)
     assert of.alpha == 1
-    assert not of.drafted % 2
 
 
 def test_the_second_turn_of_a_conversation_sees_the_first_answer(options: SystemOptions) -> None:
@@ -87,7 +93,7 @@ def test_the_second_turn_of_a_conversation_sees_the_first_answer(options: System
         bencher.run()
         assert bencher.blocks == 2
         first, second = bencher._units
-        said = bencher._answers[first.texts, 0][0]
+        said = bencher._answers[first.group, 0][0]
         asked = bencher.systems[PLAIN].codec.decode(bencher._prompt(second)[0])
         assert "One?" in asked
         assert said.strip() in asked
@@ -136,7 +142,8 @@ def test_stopped_in_the_middle_nothing_is_half(options: SystemOptions, monkeypat
 
 
 def test_transformers_as_a_peer(options: SystemOptions) -> None:
-    found = bench(options, TEXTS[:1], settings(peers=("hf",), turns=1, ignore_eos=False))
+    other = options.changed(draft=tiny_model("llama", num_hidden_layers=1))
+    found = bench(other, TEXTS[:1], settings(peers=("hf",), turns=1, ignore_eos=False))
     names = [way.name for way in found.ways]
     assert names[2:] == ["hf generate", "hf prompt lookup", "hf assistant_model"]
     for way in found.ways[1:]:

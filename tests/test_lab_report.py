@@ -62,7 +62,8 @@ def test_whatever_is_told_is_escaped() -> None:
     ]
     text = html_page(EVIL, parts)
     checked(text)
-    assert "alert('x')" not in text.replace("&#x27;", "").replace("&lt;script&gt;", "")
+    assert "alert('x')" not in text
+    assert "<!--" not in text
     assert text.count("&lt;script&gt;") >= 10
     assert 'onload="y"' not in text
     assert "<dt>none" not in text

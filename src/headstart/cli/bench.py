@@ -126,8 +126,7 @@ def show(console: Console, found: Bench) -> None:
 def _count(found: Bench) -> str:
     prompts = sum(found.prompts.values())
     tasks = f" of {len(found.tasks)} tasks" if len(found.tasks) > 1 else ""
-    turns = found.blocks / prompts
-    return f"{prompts} prompts{tasks}, {turns:.1f} times each, in {found.seconds:.0f} s"
+    return f"{prompts} prompts{tasks}, {found.turns:.1f} times each, in {found.seconds:.0f} s"
 
 
 def _cells(of: Figures) -> tuple[str, ...]:

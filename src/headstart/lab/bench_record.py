@@ -92,7 +92,8 @@ class Bench:
     settings: Mapping[str, Any]
     ways: tuple[Way, ...]
     prompts: Mapping[str, int]  # by task
-    blocks: int  # prompts times turns
+    blocks: int  # how often a prompt was measured, or prompts together
+    turns: float  # how often each of them was, on average
     seconds: float  # that measuring took
     notes: tuple[str, ...] = ()
 
@@ -111,6 +112,7 @@ class Bench:
         results = {
             "prompts": dict(self.prompts),
             "blocks": self.blocks,
+            "turns": self.turns,
             "seconds": self.seconds,
             "notes": list(self.notes),
             "ways": [way.to_json() for way in self.ways],

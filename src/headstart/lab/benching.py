@@ -61,6 +61,7 @@ class _Unit:
     """Texts that are answered together, at one turn of their conversations."""
 
     number: int
+    group: int  # which texts
     texts: tuple[Text, ...]
     turn: int  # of the conversation
 
@@ -90,7 +91,7 @@ class Bencher:
             raise
         self._units = list(self._grouped())
         self._ids: dict[int, list[list[int]]] = {}  # of units
-        self._answers: dict[tuple[tuple[Text, ...], int], list[str]] = {}  # of a group's texts, at a turn
+        self._answers: dict[tuple[int, int], list[str]] = {}  # of a group, at a turn
         self._measured: dict[str, list[tuple[_Unit, Measured]]] = {}
         self._spent = 0.0
 
@@ -125,16 +126,14 @@ class Bencher:
         """Texts of one task together, as many as there are rows; the tasks in turn."""
         rows, number = self.settings.rows, 0
         groups = {
-            task: [[texts[(i + j) % len(texts)] for j in range(rows)] for i in range(0, len(texts), rows)]
+            task: [tuple(texts[(i + j) % len(texts)] for j in range(rows)) for i in range(0, len(texts), rows)]
             for task, texts in by_task(self._texts).items()
         }
-        for i in range(max(map(len, groups.values()))):
-            for each in groups.values():
-                group = tuple(each[i]) if i < len(each) else ()
-                for turn in range(max((len(text.turns) for text in group if text.messages is None), default=1)):
-                    if group:
-                        yield _Unit(number, group, turn)
-                        number += 1
+        together = [each[i] for i in range(max(map(len, groups.values()))) for each in groups.values() if i < len(each)]
+        for group, texts in enumerate(together):
+            for turn in range(max(1, *(len(text.turns) for text in texts))):
+                yield _Unit(number, group, texts, turn)
+                number += 1
 
     # -- measuring
 
@@ -190,7 +189,7 @@ class Bencher:
     def _prompt(self, unit: _Unit) -> list[list[int]]:
         if unit.number not in self._ids:
             system, found = self.systems[PLAIN], []
-            before = [self._answers[unit.texts, turn] for turn in range(unit.turn)]
+            before = [self._answers[unit.group, turn] for turn in range(unit.turn)]
             for row, text in enumerate(unit.texts):
                 last = min(unit.turn, max(0, len(text.turns) - 1))
                 found.append(system.ids(text, [answers[row] for answers in before[:last]]))
@@ -210,8 +209,8 @@ class Bencher:
         }
         found = in_turn(runs)
         measured = {name: _measured(run) for name, run in runs.items()}
-        if (unit.texts, unit.turn) not in self._answers:
-            self._answers[unit.texts, unit.turn] = [answer.choice.text for answer in found[PLAIN]]
+        if (unit.group, unit.turn) not in self._answers:
+            self._answers[unit.group, unit.turn] = [answer.choice.text for answer in found[PLAIN]]
         for peer in self.peers:
             measured[peer.name] = peer.block(prompts, params)
         for name, each in measured.items():  # all of them, or none
@@ -243,7 +242,8 @@ class Bencher:
         measured = [unit for unit, _ in self._measured[PLAIN]]
         units = {unit.number: unit for unit in measured}
         tasks = list(dict.fromkeys(unit.task for unit in measured))
-        counts = {task: sum(1 for unit in units.values() if unit.task == task) for task in tasks}
+        asked = {(id(text), unit.turn): text.task for unit in units.values() for text in unit.texts}
+        counts = {task: sum(each == task for each in asked.values()) for task in tasks}
         notes = [*self.notes, *(["it was stopped (Ctrl-C) before its time was over"] * stopped)]
         if left := sorted({unit.task for unit in self._units} - set(tasks)):
             notes.append(f"there was no time for these tasks: {', '.join(left)}")
@@ -255,6 +255,7 @@ class Bencher:
             ways=tuple(self._way(name, tasks) for name in self._measured),
             prompts=counts,
             blocks=len(measured),
+            turns=len(measured) / len(units),
             seconds=self._spent,
             notes=tuple(notes),
         )

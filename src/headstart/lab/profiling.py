@@ -71,7 +71,8 @@ class Profiler:
         except BaseException:
             self.close()
             raise
-        room = self.systems[PLAIN].max_len - 2 * WIDEST * 8
+        room = self.systems[PLAIN].max_len
+        room -= min(512, room // 2)  # for what is written meanwhile
         self.contexts = [length for length in sorted(set(contexts)) if length <= room] or [max(8, room // 2)]
 
     def _load(self, options: SystemOptions) -> None:

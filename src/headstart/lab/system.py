@@ -21,6 +21,7 @@ from ..drafters.base import Drafter
 from ..engine.engine import Engine
 from ..errors import HeadstartError, InvalidParameter
 from ..machine.load.loading import Capability, Loaded, eos_ids
+from ..machine.load.open import Opened
 from ..machine.quantize import QUANTIZATIONS, Quantization
 from ..machine.text import TextCodec
 from ..types import Round, Tell
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["System", "SystemOptions"]
+
+_OF_THE_TARGET = ("model", "dtype", "quantization", "device", "device_map", "revision", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,16 @@ class System:
         self.target, self.draft_report, self._codec = target, draft, codec
 
     @classmethod
-    def open(cls, options: SystemOptions | None = None, tell: Tell | None = None, **settings: Any) -> System:
-        """``settings``: fields of ``SystemOptions``. ``tell``: hears what loading is at; None: a line on a terminal."""
+    def open(
+        cls,
+        options: SystemOptions | None = None,
+        tell: Tell | None = None,
+        *,
+        opened: Opened | None = None,
+        **settings: Any,
+    ) -> System:
+        """``settings``: fields of ``SystemOptions``. ``tell``: hears what loading is at; None: a line on a terminal.
+        ``opened``: the target, where it is loaded already."""
         options = (options or SystemOptions()).changed(**settings)
         engine, target, draft, codec, _ = assemble(
             options.model,
@@ -111,6 +122,7 @@ class System:
             revision=options.revision,
             check=options.check,
             progress=tell,
+            opened=opened,
             device=options.device,
             device_map=options.device_map,
             trust_remote_code=options.trust_remote_code,
@@ -119,12 +131,20 @@ class System:
         return cls(options, engine, target, draft, codec)
 
     def sibling(self, draft: Model | Drafter | None, tell: Tell | None = None, **settings: Any) -> System:
-        """A second system on the same target with another draft. It shares the target's weights where they are a
-        module's own tensors; weights that lie packed or quantized are read once more."""
+        """A second system on the same target with another draft. It shares the target's weights, but for those that
+        were quantized for a GPU, which are read once more."""
         options = self.options.changed(draft=draft, **settings)
-        if self._shared(options):
+        same = all(getattr(options, name) == getattr(self.options, name) for name in _OF_THE_TARGET)
+        packed, opened = self.engine.parts.runner.packed, None
+        if packed is not None and same:
+            opened = Opened(self.target, packed.plan.kind, packed)
+        elif same and isinstance(self.target.model, torch.nn.Module) and self.report.dtype not in QUANTIZATIONS:
             options = replace(options, model=self.target.model, tokenizer=self.target.tokenizer, check=False)
-        found = System.open(options, tell)
+        found = System.open(options, tell, opened=opened)
+        if opened is not None:  # it was described once more
+            notes = tuple(dict.fromkeys(found.report.notes))
+            report = replace(found.report, dtype=self.report.dtype, notes=notes)
+            found.target = replace(found.target, report=report)
         found.options = self.options.changed(draft=draft, **settings)
         return found
 
@@ -136,15 +156,6 @@ class System:
             runner.threads = runner.threads  # what is set is kept
             return replace(self.options, threads=runner.threads)
         return self.options
-
-    def _shared(self, options: SystemOptions) -> bool:
-        same = ("model", "dtype", "quantization", "device", "device_map", "revision")
-        return (
-            isinstance(self.target.model, torch.nn.Module)
-            and self.report.dtype not in QUANTIZATIONS
-            and all(getattr(options, name) == getattr(self.options, name) for name in same)
-            and not options.device_map
-        )
 
     # -- what it is
 

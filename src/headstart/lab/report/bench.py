@@ -56,7 +56,7 @@ def _parts(found: Bench) -> Iterator[Html]:
 def _sentence(found: Bench) -> str:
     prompts = sum(found.prompts.values())
     where = f"{prompts} prompts of {len(found.tasks)} tasks" if len(found.tasks) > 1 else f"{prompts} prompts"
-    measured = f"measured on {where}, {found.blocks / prompts:.1f} times each, in {found.seconds:.0f} s"
+    measured = f"measured on {where}, {found.turns:.1f} times each, in {found.seconds:.0f} s"
     gain = found.speedup
     if gain is None or len(found.ways) < 2:
         return f"Plain decoding: {found.ways[0].figures[ALL].tokens_per_second:.1f} tokens a second, {measured}."

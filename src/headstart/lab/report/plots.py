@@ -24,6 +24,7 @@ _COLOURS = {"#010101": "--fg", "#020202": "--muted", "#030303": "--line", "#0404
 _SERIES = [f"#0{n}0{n}0{n}" for n in (5, 6, 7, 8, 9)] + ["#0a0a0a", "#0b0b0b"]
 _COLOURS |= {colour: f"--s{index}" for index, colour in enumerate(_SERIES)}
 _FG, _MUTED, _LINE, _BG = list(_COLOURS)[:4]
+_COLOURS["#1f77b4"] = "--fg"  # matplotlib's own, in the ends of error bars
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _svg(figure: Any, axes: Any, title: str, *, named: bool) -> str:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     for colour, variable in _COLOURS.items():
         text = text.replace(colour, f"var({variable})")
     named_svg = f'<svg role="img" aria-label="{escape(title)}" '
