@@ -168,7 +168,7 @@ class Profiler:
             forwards={width: median(seconds) for width, seconds in sorted(forwards.items())},
             draft_start=draft.start if draft is not None else 0.0,
             draft_step=draft.step if draft is not None else 0.0,
-            prefill=1 / found[PLAIN].prefill if found[PLAIN].prefill > 0 else 0.0,
+            prefill=1 / plain.prefill if plain.prefill > 0 else 0.0,
         )
 
     # -- what there is
