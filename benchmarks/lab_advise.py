@@ -108,7 +108,7 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     log("opening the target")
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
-    noise, found = Noise(setting.small), list[dict[str, Any]]()
+    noise, found = Noise(setting.small), earlier(given.earlier)
     for kind in given.drafts:
         for alpha in given.alphas:
             if report.late:
@@ -129,7 +129,9 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
             with adviser:
                 advice = adviser.run()
             log(f"  {time.perf_counter() - started:.0f} s")
-            found += cells(advice, kind, alpha, about, given.batches)
+            new = cells(advice, kind, alpha, about, given.batches)
+            names = {cell["name"] for cell in new}
+            found = [cell for cell in found if cell["name"] not in names] + new
             report.add("pairs", found)
             del draft, adviser
             gc.collect()
@@ -139,6 +141,11 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     agree = [cell["bench_agrees"] for cell in found]
     report.add("point_2", {"cells": len(found), "within": sum(within), "advice_agrees": sum(agree)})
     log(f"{sum(within)} of {len(found)} within {WITHIN:.0%}; the advice agrees with what was measured in {sum(agree)}")
+
+
+def earlier(path: Path | None) -> list[dict[str, Any]]:
+    """The cells of an earlier run, which those of this one take the place of."""
+    return list(json.loads(path.read_text(encoding="utf-8"))["pairs"]) if path is not None else []
 
 
 def prompts(setting: Setting, given: Namespace) -> list[tuple[str, list[int]]]:
@@ -212,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--alphas", type=float, nargs="+", default=[0.6, 0.75, 0.9])
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options.add_argument("--drafts", nargs="+", default=["third", "small"], choices=["third", "small"])
+    options.add_argument("--earlier", type=Path, help="a stored result whose other cells are kept")
     given = read(options, arguments)
     if given.quick:
         given.batches, given.alphas, given.tokens = [1, 3], given.alphas[:1], 24

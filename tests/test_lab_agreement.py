@@ -94,7 +94,7 @@ def test_one_pass_of_tiny_models(temperature: float) -> None:
     ) as system:
         ids = tuple(torch.randint(3, 100, (70,), generator=torch.Generator().manual_seed(2)).tolist())
         text, parts = Written("any", 5, ids, temperature), system.engine.parts
-        found = of_model(parts.runner, parts.drafter, text, parts.vocab_size)  # type: ignore[arg-type]
+        found = of_model(parts.runner, parts.drafter.text_model(), text, parts.vocab_size)  # type: ignore[union-attr,arg-type]
         with torch.inference_mode():
             p, q = (model(torch.tensor([ids])).logits[0, 4:-1].float() for model in (target, small))
         x = torch.tensor(ids[5:])
@@ -106,5 +106,5 @@ def test_one_pass_of_tiny_models(temperature: float) -> None:
             wanted = (q.argmax(-1) == x).float()
         assert len(found.ratio[0]) == 65
         assert torch.allclose(torch.tensor(found.ratio[0]), wanted, rtol=1e-3, atol=1e-4)
-        again = of_model(parts.runner, parts.drafter, text, parts.vocab_size)  # type: ignore[arg-type]
+        again = of_model(parts.runner, parts.drafter.text_model(), text, parts.vocab_size)  # type: ignore[union-attr,arg-type]
         assert again == found, "a pass leaves nothing behind that changes the next one"

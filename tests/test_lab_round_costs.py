@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headstart.control.adaptive import AdaptiveController
@@ -26,6 +28,12 @@ def test_between_and_beyond_what_was_measured() -> None:
     assert COSTS.draft(1, 0) == 0.0
     assert COSTS.draft(1, 3) == pytest.approx(0.7)
     assert COSTS.times(1, 2) == pytest.approx([1.0, 1.2 + 0.3, 1.4 + 0.5])
+
+
+def test_many_rows_read_together_are_cheaper_a_token() -> None:
+    costs = RoundCosts({1: replace(ONE, reading=0.05, prefill=0.03), 8: replace(EIGHT, reading=0.01, prefill=0.02)})
+    assert (costs.reading(1), costs.reading(8), costs.prefill(8)) == (0.05, 0.01, 0.02)
+    assert costs.reading(32) == 0.01, "not what a row alone takes for each: drafts would never pay in a batch"
 
 
 def test_the_cost_model_says_the_same() -> None:
@@ -53,7 +61,7 @@ def test_a_sweep_measures_every_length_and_leaves_nothing_behind() -> None:
         for name in ("draft", "filler"):
             assert [width for width, _, _ in found[name].rows[2].forwards] == [1, 2, 4]
         assert found["draft"].rows[1].step > 0
-        assert found["draft"].reading > 0
+        assert found["draft"].reading(2) > 0
         assert found["draft"].reads_apart
         assert found["filler"].rows[1].step < found["draft"].rows[1].step
         assert [width for width, _, _ in found["plain"].rows[1].forwards] == [1]

@@ -26,7 +26,7 @@ from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..maths.limits import MIN_CHANCE
 from ..types import DraftView, Proposal
-from .base import DraftContext, Drafter, TargetView
+from .base import DraftContext, Drafter, HeadView, TargetView
 from .draft_sampler import DraftSampler
 from .head_chains import kernel_chains
 
@@ -121,6 +121,9 @@ class HeadDrafter(Drafter):
     @property
     def token_bytes(self) -> int:
         return self.slab.token_bytes
+
+    def head(self) -> HeadView:
+        return self
 
     def release(self, sequence_id: str) -> None:
         if sequence_id in self.slab:

@@ -81,6 +81,9 @@ class ModelDrafter(Drafter):
         by_id = self._draft({view.id: (view, budget) for view, budget in asked})
         return [by_id.get(view.id) for view in views]
 
+    def text_model(self) -> ModelRunner:
+        return self.runner
+
     def catch_up(self, views: Sequence[DraftView]) -> None:
         """Rows that lack more than a few tokens (a prompt, say) are read together, in as few forwards as may be."""
         self._read_missing(views, CATCH_UP)

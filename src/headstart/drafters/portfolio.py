@@ -57,6 +57,9 @@ class PortfolioDrafter(Drafter):
     def token_bytes(self) -> int:
         return self.costly.token_bytes
 
+    def halves(self) -> tuple[Drafter, Drafter]:
+        return self.lookup, self.costly
+
     def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
         self.costly.commit(views, verdicts)
 

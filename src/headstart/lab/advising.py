@@ -339,7 +339,7 @@ class Adviser:
                         found |= {symptom.name: symptom for symptom in symptoms(figures)}
         lengths = [len(ids) for _, ids in self.given]
         usual = sum(lengths) / len(lengths)
-        reading = [draft.costs.reading for draft in self.drafts.values()]
+        reading = [draft.costs.reading(1) for draft in self.drafts.values()]
         if (symptom := long_prompts(usual, {"draft": max(reading, default=0.0), "target": self._prefill})) is not None:
             found[symptom.name] = symptom
         total = memory(self.plain.device)["total"]
@@ -353,7 +353,7 @@ class Adviser:
 
     @property
     def _prefill(self) -> float:
-        return max((draft.plain.prefill for draft in self.drafts.values()), default=0.0)
+        return max((draft.plain.prefill(1) for draft in self.drafts.values()), default=0.0)
 
     def _shown(self) -> dict[str, Any]:
         default, mine = AdviseSettings(), self.settings

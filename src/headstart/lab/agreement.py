@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from ..distill.students import Batch, HeadStudent, Reading
-from ..drafters.head import HeadDrafter
-from ..drafters.model import ModelDrafter
+from ..drafters.base import HeadView
 from ..machine.model_runner import ModelRunner
 from ..maths.cost import conditional
 from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HEAT, DRAWN_HOPE
@@ -102,12 +101,12 @@ def by_place(found: Sequence[Agreement], most: int, rule: Verification | None = 
 
 
 def of_model(
-    target: ModelRunner, drafter: ModelDrafter, text: Written, vocab_size: int, row: str = "agreement"
+    target: ModelRunner, draft: ModelRunner, text: Written, vocab_size: int, row: str = "agreement"
 ) -> Agreement:
     """A draft model. The target is read only where tokens were drawn: a greedy text says all there is to say of it."""
     drawn = text.temperature > 0
     found = _Columns(drawn)
-    own = _pass(drafter.runner, [min(token, drafter.runner.vocab_size - 1) for token in text.ids], text.prompt, row)
+    own = _pass(draft, [min(token, draft.vocab_size - 1) for token in text.ids], text.prompt, row)
     others: Iterator[Any] = _pass(target, text.ids, text.prompt, row) if drawn else iter(lambda: None, 0)
     for (start, logits), other in zip(own, others, strict=False):
         x = torch.tensor(text.ids[start + 1 : start + 1 + len(logits)], device=logits.device)
@@ -116,19 +115,17 @@ def of_model(
 
 
 def of_head(
-    target: ModelRunner, drafter: HeadDrafter, text: Written, vocab_size: int, places: int, row: str = "agreement"
+    target: ModelRunner, head: HeadView, text: Written, vocab_size: int, places: int, row: str = "agreement"
 ) -> Agreement:
     """A head, at every place of a draft, by its network before its weights are rounded."""
     drawn, prompt = text.temperature > 0, text.prompt
     logits = [part for _, part in _pass(target, text.ids, prompt, row, keep=True)]
-    p, net = torch.cat(logits), drafter.net
+    p, net = torch.cat(logits), head.net
     slab = target.slab
-    features = drafter.target.features(slab.row(row), 0, len(text.ids) - 1).to(net.fuse.dtype)[None]
+    features = head.target.features(slab.row(row), 0, len(text.ids) - 1).to(net.fuse.dtype)[None]
     slab.release(row)
     ids = torch.tensor([text.ids[:-1]], device=features.device)
-    student = HeadStudent(
-        net, _Embedding(drafter.target.embed(torch.arange(drafter.target.vocab_size, device=ids.device)))
-    )
+    student = HeadStudent(net, _Embedding(head.target.embed(torch.arange(head.target.vocab_size, device=ids.device))))
     columns = [_Columns(drawn) for _ in range(places)]
     x = torch.tensor(text.ids[prompt:], device=ids.device)
     with torch.inference_mode():
@@ -143,7 +140,7 @@ def of_head(
                 x,
                 text.temperature,
                 vocab_size,
-                heat=DRAWN_HEAT if drafter.target.device.type == "cpu" else 1.0,
+                heat=DRAWN_HEAT if head.target.device.type == "cpu" else 1.0,
             )
     return _Columns.together(columns)
 

@@ -22,9 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..control.controller import FixedController, GreedyAndSampled
-from ..drafters.head import HeadDrafter
-from ..drafters.model import ModelDrafter
-from ..drafters.portfolio import PortfolioDrafter
 from ..machine.model_runner import ModelRunner
 from ..maths.cost import tau
 from ..sampling import SamplingParams, Verification
@@ -113,26 +110,19 @@ class Draft:
         assert parts.drafter is not None, "a system without a drafter has nothing to predict"
         assert isinstance(parts.controller, GreedyAndSampled), "gamma must be 'auto'"
         self.drafter, self.controller, self.runner = parts.drafter, parts.controller, parts.runner
+        self.copier, self.costly = parts.drafter.halves()
         self.vocab_size = parts.vocab_size
         self._known: dict[Written, Agreement] = {}
 
-    @property
-    def costly(self) -> ModelDrafter | HeadDrafter | None:
-        """The one that has probabilities, if there is one."""
-        found = self.drafter.costly if isinstance(self.drafter, PortfolioDrafter) else self.drafter
-        return found if isinstance(found, (ModelDrafter, HeadDrafter)) else None
-
     def agreement(self, text: Written, places: int = PLACES) -> Agreement | None:
         """Along one text, from a pass of each model; None: this drafter has no probabilities."""
-        costly = self.costly
-        if costly is None:
-            return None
         if text not in self._known:
-            if isinstance(costly, ModelDrafter):
-                self._known[text] = of_model(self.runner, costly, text, self.vocab_size)
-            else:
-                self._known[text] = of_head(self.runner, costly, text, self.vocab_size, places)
-        return self._known[text]
+            model, head = self.costly.text_model(), self.costly.head()
+            if model is not None:
+                self._known[text] = of_model(self.runner, model, text, self.vocab_size)
+            elif head is not None:
+                self._known[text] = of_head(self.runner, head, text, self.vocab_size, places)
+        return self._known.get(text)
 
     def acceptance(self, texts: Sequence[Written], most: int, rule: Verification | None) -> list[float] | None:
         """a_1 .. a_most; None: this drafter has no probabilities."""
@@ -168,17 +158,17 @@ class Draft:
     def _guesses(self, texts: Sequence[Written], rule: Verification | None, seed: int) -> Guesses:
         """A draft model is asked about each text once, by one pass. Others draft as they do when they serve; where
         their guesses are drawn at random, by a pass for each place."""
-        costly = self.costly
-        if isinstance(costly, ModelDrafter):
+        head = self.costly.head()
+        if self.costly.text_model() is not None:
             return ByAgreement(self._all(texts), rule, self._ends(), seed)
-        if rule is None or costly is None:
-            rows = _TargetRows(self.runner) if costly is not None else None
+        if rule is None or head is None:
+            rows = _TargetRows(self.runner) if head is not None else None
             begin, end = (rows.begin, rows.end) if rows is not None else (lambda views: None, lambda view: None)
             return ByDrafter(self.drafter, begin, end)
         drawn = ByAgreement(self._all(texts), rule, self._ends(), seed)
-        if not isinstance(self.drafter, PortfolioDrafter):
+        if self.copier is None:
             return drawn
-        copier = ByDrafter(self.drafter.lookup, lambda views: None, lambda view: None)
+        copier = ByDrafter(self.copier, lambda views: None, lambda view: None)
         return TogetherWith(copier, drawn, self.controller.paid_budgets)
 
     def _all(self, texts: Sequence[Written]) -> dict[Written, Agreement]:
@@ -187,12 +177,12 @@ class Draft:
 
     def _ends(self) -> Callable[..., list[int]] | None:
         """How it ends drafts itself."""
-        costly = self.costly
-        if isinstance(costly, ModelDrafter):
-            return ends_together(self.controller.min_chance_to_extend) if costly.ends_itself else None
-        if isinstance(costly, HeadDrafter) and costly.ends_itself:
-            return ends_each(costly.least_chances)
-        return None
+        if not self.costly.ends_itself:
+            return None
+        head = self.costly.head()
+        return (
+            ends_each(head.least_chances) if head is not None else ends_together(self.controller.min_chance_to_extend)
+        )
 
 
 class _TargetRows:

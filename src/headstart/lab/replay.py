@@ -277,7 +277,7 @@ class _Batch:
 
     def _read_prompts(self, controller: Controller) -> None:
         """The target reads them whoever drafts, so that is not counted."""
-        seconds = self.costs.prefill * sum(view.prompt_length for view in self.views)
+        seconds = self.costs.prefill(len(self.views)) * sum(view.prompt_length for view in self.views)
         controller.observe(
             [
                 Round(view.id, 0, 0, 1, len(self.views), 1, view.prompt_length - 1, 0.0, seconds, seconds)
@@ -306,8 +306,8 @@ class _Batch:
         rows = len(self.views)
         forward = self.costs.forward(rows, width)
         drafting = self.costs.draft(rows, longest)
-        missing = sum(view.behind for view, p in zip(self.views, paid, strict=True) if p and view.behind > NEAR)
-        reading = self.costs.reading * missing
+        missing = [view.behind for view, p in zip(self.views, paid, strict=True) if p and view.behind > NEAR]
+        reading = self.costs.reading(len(missing)) * sum(missing)
         records = [self._commit(view, draft, p) for view, draft, p in zip(self.views, drafts, paid, strict=True)]
         self._count(records, forward, drafting, reading)
 

@@ -70,6 +70,8 @@ class RowCosts:
     forwards: tuple[Point, ...]  # a round less drafting: width, seconds, how often that was timed
     start: float = 0.0  # of any draft
     step: float = 0.0  # and for each of its tokens
+    prefill: float = 0.0  # of the target, for a token of these rows' prompts, read together
+    reading: float = 0.0  # of the drafter, for such a token, which it did not read yet
 
     def forward(self, width: int) -> float:
         last, seconds, _ = self.forwards[-1]
@@ -84,8 +86,6 @@ class RoundCosts:
     """What rounds of one system cost."""
 
     rows: Mapping[int, RowCosts]
-    prefill: float = 0.0  # seconds of the target for a prompt's token
-    reading: float = 0.0  # of the drafter, for a token that it did not read yet
     reads_apart: bool = False  # that is counted apart from drafting (``Drafter.catch_up``)
     free: bool = False  # guesses cost nothing, but for those that say so (``Proposal.paid``)
     lengths: tuple[int, ...] | None = None  # a draft model in captured rounds: all rows draft together, so many tokens
@@ -96,6 +96,14 @@ class RoundCosts:
 
     def draft(self, rows: int, length: int) -> float:
         return self._between(rows, lambda costs: costs.start + length * costs.step) if length else 0.0
+
+    def prefill(self, rows: int) -> float:
+        """Seconds of the target for a token of so many rows' prompts, read together."""
+        return self._between(rows, lambda costs: costs.prefill)
+
+    def reading(self, rows: int) -> float:
+        """Of the drafter, for a token of so many rows that it did not read yet."""
+        return self._between(rows, lambda costs: costs.reading)
 
     def plain(self, rows: int) -> float:
         return self.forward(rows, 1)
@@ -126,7 +134,7 @@ class _Seen:
 
     forwards: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by width, one a turn
     drafts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by length
-    reading: list[float] = field(default_factory=list)  # seconds a token
+    reading: list[float] = field(default_factory=list)  # of a token
     prefill: list[float] = field(default_factory=list)
 
 
@@ -189,7 +197,7 @@ def _turn(
     unit = median(blocks[plain].plain)
     units[rows].append(unit)
     for name, each in blocks.items():
-        seen[name][rows].reading += [seconds / unit for seconds in each.reading]
+        seen[name][rows].reading += [seconds / unit / sum(map(len, lines)) for seconds in each.reading]
         seen[name][rows].prefill += [seconds / unit for seconds in each.prefill]
     seen[plain][rows].forwards[1].append(1.0)
 
@@ -265,7 +273,7 @@ class _Blocks:
                 found.drafting.append(first.draft_seconds)
         elif longest and not self._drafted:
             # The first draft: the prompts were read for it, by ``catch_up`` or within the draft.
-            self.reading.append((first.draft_seconds + first.catch_up_seconds) / sum(map(len, self.lines)))
+            self.reading.append(first.draft_seconds + first.catch_up_seconds)
         self._drafted |= longest > 0
 
     def end(self) -> None:
@@ -278,19 +286,18 @@ class _Blocks:
 
 def _costs(system: System, found: Mapping[int, _Seen], units: Mapping[int, Sequence[float]]) -> RoundCosts:
     drafter, captured = system.engine.parts.drafter, system.engine.parts.captured
-    each, smallest = {}, min(found)
+    each = {}
     for count, seen in found.items():
         unit = median(units[count])
         points = tuple((w, unit * median(values), len(values)) for w, values in sorted(seen.forwards.items()))
         lines = [(n, unit * median(values), len(values)) for n, values in sorted(seen.drafts.items())]
-        each[count] = RowCosts(points, *start_and_step(lines))
-    unit, seen = median(units[smallest]), found[smallest]
-    missing = [s * unit for s in seen.reading]
+        start, step = start_and_step(lines)
+        reading = unit * median(seen.reading) if seen.reading else 0.0
+        prefill = unit * median(seen.prefill) if seen.prefill else 0.0
+        each[count] = RowCosts(points, start, step, prefill, reading)
     on_device = captured is not None and captured.drafting
     return RoundCosts(
         each,
-        prefill=unit * median(seen.prefill) if seen.prefill else 0.0,
-        reading=max(0.0, median(missing)) if missing else 0.0,
         reads_apart=drafter is not None and type(drafter).catch_up is not Drafter.catch_up,
         free=drafter is not None and drafter.free,
         lengths=captured.lengths if captured is not None and on_device else None,
@@ -318,6 +325,8 @@ def told(costs: RoundCosts) -> dict[str, Any]:
             "forward_ms": {str(width): seconds * 1e3 for width, seconds, _ in each.forwards},
             "draft_start_ms": each.start * 1e3,
             "draft_step_ms": each.step * 1e3,
+            "prefill_token_ms": each.prefill * 1e3,
+            "draft_reads_token_ms": each.reading * 1e3,
         }
         for rows, each in costs.rows.items()
     }
