@@ -5,12 +5,7 @@ Knows: how a run is described and stored. Does not know: what is measured.
 
 from __future__ import annotations
 
-import json
 import math
-import platform
-import re
-import statistics
-import subprocess
 import time
 import traceback
 import warnings
@@ -19,7 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+
+from headstart.lab.machine_facts import machine
+from headstart.lab.report.store import as_json
+from headstart.lab.statistics import geometric_mean, median, quantile
+from headstart.lab.texts import shipped
+
+__all__ = [
+    "KINDS",
+    "RESULTS",
+    "Report",
+    "as_json",
+    "geometric_mean",
+    "greedy",
+    "interval",
+    "log",
+    "machine",
+    "median",
+    "prompts",
+    "quantile",
+    "save",
+    "set_draft_length",
+]
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -29,25 +45,9 @@ KINDS = ("dialogue", "translation", "summary", "question", "arithmetic", "code_e
 def prompts(per_kind: int | None = None) -> dict[str, list[str]]:
     """Our sixty prompts, by kind of task."""
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for line in (HERE / "prompts.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        found[entry["task"]].append(entry["prompt"])
+    for text in shipped():
+        found[text.task].append(text.turns[0])
     return {kind: texts[:per_kind] for kind, texts in found.items()}
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
-
-
-def median(values: Iterable[float]) -> float:
-    return statistics.median(values)
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """The least value that so large a share of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
@@ -88,50 +88,6 @@ def set_draft_length(draft: Any, tokens: int, confidence: float = 0.0) -> None:
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=confidence,
     )
-
-
-def machine() -> dict[str, Any]:
-    """Enough to know what a figure was measured on."""
-    processor = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                processor = line.split(":", 1)[1].strip()
-                break
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "processor": processor,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip() or None,
-    }
-
-
-# A path with a folder in it: absolute, under ~, or under . or ..; not a hub id, a URL or a fraction.
-_FOLDERS = re.compile(r"(?<![\w)/.:~])(?:~|\.\.?)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
-
-
-def as_json(result: Any) -> str:
-    """A result as it is stored: every path is cut to its last name, so that no folder of this machine is in it."""
-    return json.dumps(_named(result), indent=1) + "\n"
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _named(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_named(part) for part in value]
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    return _FOLDERS.sub("", str(value))
 
 
 class Report:

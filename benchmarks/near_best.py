@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from common import Report, interval, log, median, prompts
 from pairs import Noise, Setting, answers, cpu_pair
-from side_by_side import Run, side_by_side
 
 from headstart import LLM, SamplingParams
 from headstart.control.controller import FixedController
+from headstart.lab.turns import Run, side_by_side
 from headstart.machine.load.loading import load
 
 Prompts = Callable[[int], list[list[int]]]  # of a turn
@@ -50,7 +50,7 @@ class Contest:
         self.beside.cold()
         parts.controller = FixedController(gamma)
         try:
-            return side_by_side({name: Run(llm, lines, params) for name, llm in engines.items()})
+            return side_by_side({name: Run(llm.engine, lines, params) for name, llm in engines.items()})
         finally:
             parts.controller = own
 

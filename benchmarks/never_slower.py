@@ -9,7 +9,7 @@ nothing repeats, at temperature 0 and 1.5, alone and together; from a cold contr
 request wants (``speculate=False``). Each figure is the rate over that of an engine without a draft in the same turn,
 prompts included; reported are the median of the turns and the interval in which it lies with 95%.
 Every turn measures all cases once: a run that is stopped early (``--seconds``) has fewer turns, not fewer cases.
-On a CPU all engines of a case answer at once, a step of each in turn (side_by_side.py): it is shared with others.
+On a CPU all engines of a case answer at once, a step of each in turn (lab/turns.py): it is shared with others.
 ``--go-on`` adds turns (or cases, with other --batches) to those that are stored.
 """
 
@@ -26,9 +26,9 @@ from typing import Any
 import near_best
 from common import Report, interval, log, median
 from pairs import Setting, parser, read, setting_of
-from side_by_side import Run, side_by_side
 
 from headstart import LLM, SamplingParams
+from headstart.lab.turns import Run, side_by_side
 
 DRAFTS = ("useless", "as large", "lookup", "off")
 PLAIN = "plain"
@@ -83,11 +83,11 @@ class NeverSlower:
             llm = self.engines[self._engine_name(name)]
             wanted = name not in (PLAIN, "off")
             params = SamplingParams(temperature=case.temperature, max_tokens=tokens, ignore_eos=True, speculate=wanted)
-            runs[name] = Run(llm, prompts, params)
+            runs[name] = Run(llm.engine, prompts, params)
             before[name] = llm.stats.drafted, llm.stats.accepted, llm.stats.row_rounds
         rates = side_by_side(runs)
         for name, run in runs.items():
-            stats = run.llm.stats
+            stats = run.engine.stats
             drafted, accepted, rounds = (
                 after - was
                 for after, was in zip((stats.drafted, stats.accepted, stats.row_rounds), before[name], strict=True)
@@ -95,7 +95,7 @@ class NeverSlower:
             self.said[name, case] = {
                 "alpha": accepted / drafted if drafted else None,
                 "drafted_per_round": drafted / rounds,
-                "reason": run.llm.engine.inactive_reason,
+                "reason": run.engine.inactive_reason,
             }
         return rates
 

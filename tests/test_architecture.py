@@ -47,6 +47,8 @@ NEIGHBOURS = {
     *((ground, "errors") for ground in ("types", "sampling", "structured", "values", "config")),
     ("controller", "control"),
     ("lab", "distill"),
+    ("lab", "assembly"),
+    ("lab", "progress"),
     ("assembly", "progress"),
     ("cli", "server"),
 }

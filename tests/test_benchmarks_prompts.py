@@ -23,7 +23,7 @@ def squeezed(prompt: str) -> str:
     return " ".join(prompt.lower().split())
 
 
-ROWS = read(REPOSITORY / "benchmarks" / "prompts.jsonl")
+ROWS = read(REPOSITORY / "src" / "headstart" / "lab" / "data" / "prompts.jsonl")
 
 
 def test_ten_prompts_of_each_kind() -> None:

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from headstart.lab.report.store import FOLDERS
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 STORED = sorted(path for path in (BENCHMARKS / "results").iterdir() if path.suffix in (".json", ".txt"))
 # Their own folders are for intermediate files, not for results.
@@ -29,7 +31,7 @@ def common() -> ModuleType:
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
 def test_no_stored_result_names_a_folder(path: Path, common: ModuleType) -> None:
     text = path.read_text(encoding="utf-8")
-    assert not common._FOLDERS.findall(text)
+    assert not FOLDERS.findall(text)
     for folder in ("/tmp", "/work", "/root", "/home", "/Users", "/mnt", "/scratch"):
         assert f"{folder}/" not in text
         assert f'{folder}"' not in text

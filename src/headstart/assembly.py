@@ -71,20 +71,23 @@ def assemble(
     revision: str | None,
     check: bool,
     progress: Tell | None,
+    opened: Opened | None = None,
     **placement: Any,
 ) -> tuple[Engine, Loaded, Capability | None, TextCodec | None, Grammars]:
     """Load everything: the engine, the target, what the draft model is if there is one, the codec, if there is a
-    tokenizer, and what compiles grammars. The arguments are those of ``LLM``; ``placement``: device and trust."""
+    tokenizer, and what compiles grammars. The arguments are those of ``LLM``; ``placement``: device and trust.
+    ``opened``: the target, where it is loaded already."""
     check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):
         source: Model = embedded_folder(tell) if model is None else model
         if draft == "auto" and not is_embedded(source):
             draft = "lookup"
         _check_name(draft, placement)  # before gigabytes are read
-        tell(what_loads(source))
-        opened = load_target(
-            source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement
-        )
+        if opened is None:
+            tell(what_loads(source))
+            opened = load_target(
+                source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement
+            )
         sizes = _sizes(config, opened.loaded.report, check)
         runner, target = runner_for(opened, **sizes, invariant=config.engine.invariant)
         _check_threads(config.engine.threads, runner, target.report)

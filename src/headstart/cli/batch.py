@@ -16,13 +16,13 @@ import typer
 from ..errors import MissingExtra
 from ..progress import Tell, telling
 from .batch_files import Line, Questions, Records, check_apart, fingerprint
+from .exits import NOT_WELL
 from .options import ModelOptions, section
 from .screen import note, what_runs
 from .serve import FORMAT_HELP, check_tool_format, served_name
 
 __all__ = ["batch"]
 
-SOME_FAILED = 3  # 1 is a bug's, 2 a job's that could not be done
 _AHEAD = 2  # times the rows: so many are worked on, so that there is always one for a row that gets free
 _job = section("Batch")
 
@@ -71,7 +71,7 @@ def batch(
     if failed:
         if not left:
             note("  those that failed are not tried again: delete their lines there to have them tried")
-        raise typer.Exit(SOME_FAILED)
+        raise typer.Exit(NOT_WELL)
 
 
 def _answer(

@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from ..errors import HeadstartError
 from .stopping import STOPPED
 
-__all__ = ["FAILED", "PIPE_CLOSED", "complain", "one_line_errors", "sentence"]
+__all__ = ["FAILED", "NOT_WELL", "PIPE_CLOSED", "complain", "one_line_errors", "sentence"]
 
 log = logging.getLogger(__name__)
 
 FAILED = 2  # the command could not be done; standard error says why in one line
+NOT_WELL = 3  # done, but not all is well: a request failed, a certificate does not hold, a machine is not fit
 PIPE_CLOSED = 141  # nobody reads the output any more: 128 + SIGPIPE
 
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's words on a CPU and on a GPU

@@ -10,16 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
+from .advise import advise
 from .batch import batch
+from .bench import bench
+from .certify import certify
 from .chat import chat
 from .commands import Command, Commands
 from .demo import demo
 from .distill import distill
+from .doctor import doctor
 from .environment import PREFIX, unknown
 from .generate import generate
 from .options import Verbose, spread
+from .profile import profile
 from .screen import note, show_log
 from .serve import serve
+from .whatif import whatif
 
 __all__ = ["app", "command"]
 
@@ -34,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, serve, batch, demo, distill):
+for function in (generate, chat, serve, batch, demo, distill, bench, certify, doctor, profile, advise, whatif):
     app.command(cls=Command)(spread(function, env=PREFIX if function is serve else ""))
 
 

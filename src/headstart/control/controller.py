@@ -10,7 +10,8 @@ deterministic guess.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ..config import DraftConfig
@@ -115,6 +116,16 @@ class GreedyAndSampled:
         self._now = self._greedy
         for each in (self._greedy, self._drawn):
             each.meet(**drafter)
+
+    @contextmanager
+    def replaced(self, by: Controller) -> Iterator[None]:
+        """Inside, another controller decides: for whoever asks this one, drafters too. For measurements."""
+        own = self._greedy, self._drawn, self._now
+        self._greedy = self._drawn = self._now = by
+        try:
+            yield
+        finally:
+            self._greedy, self._drawn, self._now = own
 
     def _turn(self, views: Sequence[DraftView]) -> Controller:
         self._now = self._greedy if all(view.params.greedy for view in views) else self._drawn

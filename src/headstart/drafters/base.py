@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a drafter may do without
     from transformers import PreTrainedModel
 
     from ..machine.cpu.library import MatrixRecord
+    from ..machine.head import HeadNet
     from ..machine.kvcache import Slab
     from ..machine.model_runner import DeviceRunner, ModelRunner
     from ..maths.vocab_ops import VocabOps
@@ -35,6 +36,7 @@ __all__ = [
     "DeviceDrafter",
     "DraftContext",
     "Drafter",
+    "HeadView",
     "TargetView",
     "drafter_named",
     "registered_drafters",
@@ -112,6 +114,17 @@ class DeviceDrafter(Protocol):
         """Committed tokens as the draft can read them."""
 
 
+class HeadView(Protocol):
+    """A head on the target's hidden states, for those who ask it about a whole text at once (``lab.agreement``)."""
+
+    @property
+    def net(self) -> HeadNet: ...
+    @property
+    def target(self) -> TargetView: ...
+    def least_chances(self, rows: int) -> tuple[float, float]:
+        """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
+
+
 class Drafter(ABC):
     """One guesser."""
 
@@ -158,6 +171,23 @@ class Drafter(ABC):
     def reset(self) -> None:  # noqa: B027
         """A round was interrupted (Ctrl-C, say), perhaps in the middle of ``propose``: forget every sequence. You will
         be asked again about those that go on."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory for keys and values that it keeps for a token of text."""
+        return 0
+
+    def halves(self) -> tuple[Drafter | None, Drafter]:
+        """One that copies and is asked first, if there is one, and the one whose guesses cost time."""
+        return None, self
+
+    def text_model(self) -> ModelRunner | None:
+        """The model that it guesses with, if it guesses from the text alone and alike at every place of a draft."""
+        return None
+
+    def head(self) -> HeadView | None:
+        """This drafter, if it is a head on the target's hidden states."""
+        return None
 
     def on_device(self) -> DeviceDrafter | None:
         """This drafter, if captured rounds can draft with it; None: its guesses come from the host."""

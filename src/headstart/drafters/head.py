@@ -26,7 +26,7 @@ from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..maths.limits import MIN_CHANCE
 from ..types import DraftView, Proposal
-from .base import DraftContext, Drafter, TargetView
+from .base import DraftContext, Drafter, HeadView, TargetView
 from .draft_sampler import DraftSampler
 from .head_chains import kernel_chains
 
@@ -117,6 +117,13 @@ class HeadDrafter(Drafter):
                 self._bring_near(view)
             found = self._trees(asked) if self.branch > 1 else self._chains(asked)
         return [found.get(view.id) for view in views]
+
+    @property
+    def token_bytes(self) -> int:
+        return self.slab.token_bytes
+
+    def head(self) -> HeadView:
+        return self
 
     def release(self, sequence_id: str) -> None:
         if sequence_id in self.slab:
@@ -263,7 +270,7 @@ class HeadDrafter(Drafter):
         wide, ops, live = self.target.vocab_size, self.target.vocab_ops, [key in asked for key in keys]
         sampler = DraftSampler(views, self.vocab_size, wide, logits.device, self.net.ids, ops, live)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
-        min_chance_to_extend, least_next = self._least(len(asked))
+        min_chance_to_extend, least_next = self.least_chances(len(asked))
         reached: Tensor | float = 1.0
         drawn: list[Tensor] = []
         for offset in range(max(budgets)):
@@ -284,7 +291,7 @@ class HeadDrafter(Drafter):
         drafted = zip(keys, sampler.proposals(drawn, budgets), strict=True)
         return {key: proposal for key, proposal in drafted if key in asked}
 
-    def _least(self, rows: int) -> tuple[float, float]:
+    def least_chances(self, rows: int) -> tuple[float, float]:
         """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
         if self._min_chances is None:
             return self.min_chance_to_extend, 0.0
@@ -306,7 +313,7 @@ class HeadDrafter(Drafter):
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
         parts = zip(keys, starts, feed, strict=True)
         features = [self._features(key, start, len(line)) if line else None for key, start, line in parts]
-        drafted = kernel_chains(kernel, views, starts, feed, features, budgets, self._least(len(asked)))
+        drafted = kernel_chains(kernel, views, starts, feed, features, budgets, self.least_chances(len(asked)))
         for row, line in enumerate(feed):
             self.slab.extend(row, line)
         return {key: proposal for key, proposal in zip(keys, drafted, strict=True) if key in asked}

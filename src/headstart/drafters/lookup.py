@@ -33,7 +33,7 @@ class LookupDrafter(Drafter):
     def __init__(self, min_match: int = 1) -> None:
         """``min_match``: the shortest match worth a guess.
 
-        1, because guesses cost nothing and the controller trims what does not pay. Over benchmarks/prompts.jsonl
+        1, because guesses cost nothing and the controller trims what does not pay. Over lab/data/prompts.jsonl
         (embedded model, greedy, drafts of 8) the first guess held in 24% of matches of length 1, 53% of length 2,
         78% of length 3 and 96% of 16 and more; 1 gave the longest acceptance length on every kind of task.
         """

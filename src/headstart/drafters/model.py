@@ -81,9 +81,16 @@ class ModelDrafter(Drafter):
         by_id = self._draft({view.id: (view, budget) for view, budget in asked})
         return [by_id.get(view.id) for view in views]
 
+    def text_model(self) -> ModelRunner:
+        return self.runner
+
     def catch_up(self, views: Sequence[DraftView]) -> None:
         """Rows that lack more than a few tokens (a prompt, say) are read together, in as few forwards as may be."""
         self._read_missing(views, CATCH_UP)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.runner.slab.token_bytes
 
     def release(self, sequence_id: str) -> None:
         if self._level.pop(sequence_id, None) is not None:

@@ -53,6 +53,13 @@ class PortfolioDrafter(Drafter):
         paid = [None if guess is None else replace(guess, paid=True) for guess in drafted]
         return [guess if guess is not None else other for guess, other in zip(copied, paid, strict=True)]
 
+    @property
+    def token_bytes(self) -> int:
+        return self.costly.token_bytes
+
+    def halves(self) -> tuple[Drafter, Drafter]:
+        return self.lookup, self.costly
+
     def commit(self, views: Sequence[DraftView], verdicts: Sequence[Verdict | None]) -> None:
         self.costly.commit(views, verdicts)
 

@@ -172,19 +172,19 @@ class Engine:
 
         self._turns.alone(end)
 
-    def cold(self) -> None:
-        """Forget warm rows and what the controller learnt, as after loading. ``EngineBusy`` while requests run."""
+    def cold(self, *, learnt: bool = False) -> None:
+        """Forget warm rows and (unless ``learnt``) what was learnt, as after loading. ``EngineBusy`` while any runs."""
         self._check_process()
-        self._turns.alone(self._cool)
+        self._turns.alone(lambda: self._cool(learnt=learnt))
 
-    def _cool(self) -> None:
+    def _cool(self, *, learnt: bool) -> None:
         self._whole(self._abort_discarded)
         if not self.idle:
             raise EngineBusy(f"{len(self._handles)} requests run or wait: a cold start needs an engine without any")
         self._whole(self._recover)
-        drafter = self.parts.drafter
-        free, ends_itself = (drafter.free, drafter.ends_itself) if drafter is not None else (False, False)
-        self.parts.controller.meet(free=free, ends_itself=ends_itself)  # as if for the first time
+        if not learnt:  # as if it met its drafter for the first time
+            who = self.parts.drafter
+            self.parts.controller.meet(free=bool(who and who.free), ends_itself=bool(who and who.ends_itself))
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Step until ``done()``, or sleep until then while another thread steps. Any thread may ask ``done``."""

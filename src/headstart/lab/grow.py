@@ -56,6 +56,13 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = {
     "llama-3-8b": Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128),
+    "mistral-7b": Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128),
+    "qwen3-8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128),
+    "llama-2-13b": Shape(layers=40, hidden=5120, ffn=13824, heads=40, kv_heads=40, head_dim=128),
+    "qwen2.5-14b": Shape(layers=48, hidden=5120, ffn=13824, heads=40, kv_heads=8, head_dim=128),
+    "phi-4": Shape(layers=40, hidden=5120, ffn=17920, heads=40, kv_heads=10, head_dim=128),
+    "llama-3-70b": Shape(layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128),
+    "third-of-8b": Shape(layers=30, hidden=2304, ffn=8192, heads=18, kv_heads=6, head_dim=128),  # a draft's
     "qwen2.5-32b": Shape(layers=64, hidden=5120, ffn=27648, heads=40, kv_heads=8, head_dim=128),
     # For CPUs: widths in multiples of 256, which k-quants need, and the 30 layers that SmolLM2-135M has.
     "1.5b": Shape(layers=30, hidden=1536, ffn=8960, heads=12, kv_heads=4, head_dim=128),

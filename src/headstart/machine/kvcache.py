@@ -124,6 +124,11 @@ class Slab(Cache):  # type: ignore[misc]
         shared = [self._memory] if self._memory is not None else []
         return [*shared, *(buffer for layer in apart for buffer in (layer.keys, layer.values))]
 
+    @property
+    def token_bytes(self) -> int:
+        """Memory for the keys and values of a token, in all layers; 0 before the first forward has made them."""
+        return sum(m.numel() * m.element_size() for m in self._memories()) // (self.rows * self.capacity)
+
     def scatter_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row numbers [R, 1] and slots [R, N] of the forward in progress, made once a device."""
         found = self._index.get(device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..maths.tree import Topology
 from ..maths.vocab_ops import VocabOps
+from .cpu.packed import Packed
 from .kvcache import Slab
 from .pieces import Pieces, check_pieces
 
@@ -35,6 +36,8 @@ class ModelRunner(Protocol):
     own_threads: bool = False
     #: a token's logits are the same bits in every forward: alone, among others, behind keys made in any company
     invariant: bool = False
+    #: weights that lie packed for kernels on a CPU: another runner may share them
+    packed: Packed | None = None
     #: nodes that a tree may have in one forward, the root included; None: as many as there is room for
     most_nodes: int | None = None
 

@@ -46,6 +46,7 @@ class CpuRunner(Watched, ModelRunner):
     device = torch.device("cpu")
     dtype = torch.float32
     own_threads = True
+    packed: Packed
     invariant = True
 
     def __init__(

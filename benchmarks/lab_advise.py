@@ -1,0 +1,238 @@
+"""Is what ``advise`` predicts what is measured? Points 1 and 2 of the lab.
+
+Knows: candidates for the embedded model, grown pairs with a wanted acceptance rate, and how predicted is held against
+measured. Does not know: how anything is predicted or measured (``headstart.lab``).
+
+    python benchmarks/lab_advise.py --device cpu --model-draft DIR --worse DIR   point 1: the embedded model
+    python benchmarks/lab_advise.py --weights DIR --ids FILE                     point 2: a GPU, grown pairs
+    python benchmarks/lab_advise.py --quick                                      tiny models, to see that it runs
+
+Point 1: predictions are made from prompts of ../shared/data; ``bench`` measures every candidate on other prompts of the
+same tasks. Point 2: for each draft and batch size the prediction is made from some prompts, and measured on others.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Report, log
+from pairs import SHARED, THIRD, Noise, Setting, parser, read, setting_of
+
+from headstart.lab.advice_record import Advice, AdviseSettings
+from headstart.lab.advising import Adviser
+from headstart.lab.agreement import Written
+from headstart.lab.bench_record import ALL, BenchSettings
+from headstart.lab.benching import Bencher
+from headstart.lab.predict import write
+from headstart.lab.system import System, SystemOptions
+from headstart.lab.texts import Text, by_task, choose, read_texts
+
+WITHIN = 0.10
+TASKS = ("arithmetic", "code", "dialogue", "instruction")
+
+
+# -- point 1 -------------------------------------------------------------------------------------------------------
+
+
+def halves(data: Path, per_task: int) -> tuple[list[Text], list[Text]]:
+    """Prompts to predict from, and others of the same tasks to measure on."""
+    found = [text for task in TASKS for text in read_texts(data / f"{task}.jsonl")]
+    groups = by_task(found)
+    first = [text for texts in groups.values() for text in texts[: 2 * per_task]]  # advise keeps every other one back
+    other = [text for texts in groups.values() for text in texts[-per_task:]]
+    return choose(first), choose(other)
+
+
+def embedded(given: Namespace, report: Report) -> None:
+    """Every candidate predicted by ``advise`` and measured by ``bench``, on prompts that advise was not given."""
+    drafts: list[Any] = [path for path in (given.model_draft, given.worse) if path is not None]
+    seen, unseen = halves(given.data, given.per_task)
+    options = SystemOptions(max_rows=1, max_model_len=2048, check=False, device="cpu")
+    settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
+    log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
+    with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
+        advice = adviser.run()
+        candidates = dict(adviser.candidates)
+    log(advice.recommendation.sentence)
+    report.add("advice", advice.to_json())
+    names = list(candidates)
+    further = {name: candidates[name] for name in names}
+    first, *rest = further.values()
+    bench = BenchSettings(tokens=given.tokens, seconds=given.bench_seconds)
+    log(f"bench: {len(unseen)} other prompts, {', '.join(names)}")
+    found = measured_by_bench(options, [first, *rest], unseen, bench)
+    rows = []
+    for name in names:
+        outlook = next(one for one in advice.outlooks if one.name == name)
+        predicted, ratio = outlook.prediction(1, 0.0), found[name]
+        assert predicted is not None
+        rows.append(
+            compared(name, predicted.speedup.mid, ratio.value) | {"tau": predicted.tau, "bench": ratio.to_json()}
+        )
+    fastest = max(rows, key=lambda row: row["measured"])["name"]
+    picked = advice.recommendation.candidate or max(rows, key=lambda row: row["predicted"])["name"]
+    report.add("point_1", {"candidates": rows, "picked": picked, "fastest": fastest, "same": picked == fastest})
+    log(f"advise picked {picked}; bench finds {fastest} fastest")
+
+
+def measured_by_bench(
+    options: SystemOptions, drafts: Sequence[Any], texts: Sequence[Text], settings: BenchSettings
+) -> dict[str, Any]:
+    """The speed-up of each draft, all of them in turns with plain decoding (one bench, its drafts opened by hand, since
+    each has weights of its own kind)."""
+    with Bencher(options.changed(draft=None), texts, settings, tell=quiet) as bencher:
+        plain = bencher.systems["plain"]
+        for one in drafts:
+            bencher.systems[one.name] = plain.sibling(one.draft, quiet, **one.settings)
+        bencher.run()
+        found = bencher.result()
+    return {way.name: way.speedup[ALL] for way in found.ways[1:]}
+
+
+# -- point 2 -------------------------------------------------------------------------------------------------------
+
+
+def pairs(setting: Setting, given: Namespace, report: Report) -> None:
+    """Grown pairs at three acceptance levels, and several batch sizes."""
+    lines = prompts(setting, given)
+    longest = 240 if given.quick else 512
+    sizes = setting.options | {"max_rows": max(given.batches), "max_model_len": longest, "draft_quantization": None}
+    options = SystemOptions(model=setting.target).changed(**sizes)
+    log("opening the target")
+    plain = System.open(options, quiet, draft=None)
+    texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
+    noise, found = Noise(setting.small), earlier(given.earlier)
+    for kind in given.drafts:
+        for alpha in given.alphas:
+            if report.late:
+                log(f"no time left for {kind} at {alpha}")
+                continue
+            draft, about = noisy(setting, noise, alpha, texts, kind)
+            log(f"{kind}, alpha {alpha}: {about}")
+            settings = AdviseSettings(
+                rows=tuple(given.batches),
+                gammas=(1, 2, 4),
+                tokens=given.tokens,
+                ignore_eos=True,
+                confirm=1,
+                seconds=given.pair_seconds,
+            )
+            started = time.perf_counter()
+            adviser = Adviser(options, [draft], None, settings, tell=quiet, prompts=lines, plain=plain, only=True)
+            with adviser:
+                advice = adviser.run()
+            log(f"  {time.perf_counter() - started:.0f} s")
+            new = cells(advice, kind, alpha, about, given.batches)
+            names = {cell["name"] for cell in new}
+            found = [cell for cell in found if cell["name"] not in names] + new
+            report.add("pairs", found)
+            del draft, adviser
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    within = [cell["within"] for cell in found]
+    agree = [cell["bench_agrees"] for cell in found]
+    report.add("point_2", {"cells": len(found), "within": sum(within), "advice_agrees": sum(agree)})
+    log(f"{sum(within)} of {len(found)} within {WITHIN:.0%}; the advice agrees with what was measured in {sum(agree)}")
+
+
+def earlier(path: Path | None) -> list[dict[str, Any]]:
+    """The cells of an earlier run, which those of this one take the place of."""
+    return list(json.loads(path.read_text(encoding="utf-8"))["pairs"]) if path is not None else []
+
+
+def prompts(setting: Setting, given: Namespace) -> list[tuple[str, list[int]]]:
+    if given.ids is None:
+        return [("any", line) for turn in range(6) for line in setting.prompts([24] * 16, turn)]
+    lines = [line for line in json.loads(Path(given.ids).read_text()) if len(line) <= 160]
+    return [("any", line) for line in lines[::2]]
+
+
+def noisy(
+    setting: Setting, noise: Noise, alpha: float, texts: Sequence[Written], kind: str
+) -> tuple[Any, dict[str, Any]]:
+    """A draft that agrees so often: as small as it is, or grown to a third of the target."""
+    scale, agreed = noise.scale_for(alpha, [(text.prompt, text.ids) for text in texts])
+    small = setting.draft_shape is None or kind == "small"
+    model = noise.model(scale).to(setting.target.dtype) if small else setting.noisy_draft(noise, scale)
+    return model, {"noise": scale, "agreement": agreed}
+
+
+def cells(
+    advice: Advice, kind: str, alpha: float, about: dict[str, Any], batches: Sequence[int]
+) -> list[dict[str, Any]]:
+    (outlook,) = advice.outlooks
+    if outlook.refused is not None:
+        raise SystemExit(f"refused: {outlook.refused}")
+    found = []
+    for rows in batches:
+        predicted, ratio = outlook.prediction(rows, 0.0), outlook.measured.get((rows, 0.0))
+        if predicted is None or ratio is None:
+            log(f"  {rows} rows: not measured")
+            continue
+        cell = compared(f"{kind} {alpha} x {rows}", predicted.speedup.mid, ratio.value)
+        fixed = {p.gamma: p.speedup.mid for p in outlook.predictions if p.rows == rows}
+        cell |= {"draft": kind, "alpha_wanted": alpha, **about, "rows": rows, "tau": predicted.tau}
+        cell |= {
+            "predicted_interval": predicted.speedup.to_json(),
+            "bench": ratio.to_json(),
+            "predicted_by_gamma": fixed,
+        }
+        cell |= {"acceptance": outlook.acceptance.get("0"), "costs": outlook.costs.get(str(rows))}
+        pays = predicted.speedup.mid >= PAYS
+        agrees = pays == (ratio.value >= PAYS) or abs(ratio.value - PAYS) <= 0.04  # on the line between the two
+        found.append(cell | {"advice": "speculate" if pays else "do not speculate", "bench_agrees": agrees})
+        log(f"    advice: {found[-1]['advice']}; bench agrees: {agrees}")
+    return found
+
+
+PAYS = 1.05
+
+
+def compared(name: str, predicted: float, measured: float) -> dict[str, Any]:
+    off = predicted / measured - 1
+    log(f"  {name}: predicted {predicted:.3f}, measured {measured:.3f}, {off:+.1%}")
+    return {"name": name, "predicted": predicted, "measured": measured, "off": off, "within": abs(off) <= WITHIN}
+
+
+def quiet(text: str) -> None:
+    """What is going on, for whoever waits: not here."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(__doc__, "pair")
+    options.add_argument("--model-draft", type=Path, help="a distilled model (benchmarks/lab_drafts.py model)")
+    options.add_argument("--worse", type=Path, help="the head in a worse version (benchmarks/lab_drafts.py worse)")
+    options.add_argument("--data", type=Path, default=SHARED, help="the folder of shared/data")
+    options.add_argument("--per-task", type=int, default=5)
+    options.add_argument("--tokens", type=int, default=96)
+    options.add_argument("--advise-seconds", type=float, default=200)
+    options.add_argument("--bench-seconds", type=float, default=300)
+    options.add_argument("--pair-seconds", type=float, default=35, help="for each draft, opening not counted")
+    options.add_argument("--alphas", type=float, nargs="+", default=[0.6, 0.75, 0.9])
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    options.add_argument("--drafts", nargs="+", default=["third", "small"], choices=["third", "small"])
+    options.add_argument("--earlier", type=Path, help="a stored result whose other cells are kept")
+    given = read(options, arguments)
+    if given.quick:
+        given.batches, given.alphas, given.tokens = [1, 3], given.alphas[:1], 24
+        given.pair_seconds, given.drafts = 20.0, ["small"]
+    name = "lab-advise-" + ("quick" if given.quick else "cpu" if given.device == "cpu" else f"gpu-{given.shape}")
+    told = {"tokens": given.tokens, "per_task": given.per_task, "batches": given.batches, "alphas": given.alphas}
+    told |= {"weights": "real" if given.weights or given.device == "cpu" else "random", "third": str(THIRD)}
+    report = Report(given.out / f"{name}.json", told, given.seconds)
+    if given.device == "cpu" and not given.quick:
+        embedded(given, report)
+    else:
+        pairs(setting_of(given, max(given.batches)), given, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What the commands of the lab share: where reports go, how long they may take, and how a system is named.
+
+Knows: the options and the end of every such command. Does not know: what any of them measures.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+
+from ..errors import InvalidParameter
+from ..progress import Tell
+from .options import ModelOptions, _gamma, section
+from .screen import note, output
+
+if TYPE_CHECKING:
+    from ..lab.report.store import Record
+    from ..lab.system import SystemOptions
+    from ..lab.texts import Text
+
+__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "measuring", "section", "system_options"]
+
+_report, _texts, _size = map(section, ("Report", "Prompts", "Size"))
+
+Rows = Annotated[int, _size("--rows", of="N", help="Requests answered together (the batch size).")]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """How long it may take, and where what was found goes."""
+
+    seconds: Annotated[
+        float | None, _report(of="S", help="Stop measuring after S seconds, loading not counted, with what there is.")
+    ] = None
+    thorough: Annotated[bool, _report("--thorough", help="Take as long as it takes, for narrower intervals.")] = False
+    json: Annotated[
+        bool, _report("--json", help="Print JSON alone on standard output; files are written only with --out.")
+    ] = False
+    out: Annotated[
+        str | None,
+        _report(
+            "--out",
+            "-o",
+            of="FOLDER",
+            help="Where the report goes, as JSON and as a page. Without it: headstart-reports, with the time in the "
+            "names.",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        if self.seconds is not None and not self.seconds > 0:
+            raise InvalidParameter("seconds", f"must be more than 0, not {self.seconds:g}")
+        if self.seconds is not None and self.thorough:
+            raise InvalidParameter("thorough", "takes as long as it takes: leave --seconds out")
+        if self.out is not None or not self.json:
+            from ..lab.report.store import FOLDER, check_out
+
+            check_out(self.out if self.out is not None else FOLDER)
+
+    def limit(self, usual: float) -> float | None:
+        """Seconds that measuring may take; None: no limit."""
+        return None if self.thorough else self.seconds if self.seconds is not None else usual
+
+    def finish(self, record: Record, show: Callable[[Console], None]) -> None:
+        """Print what was found, and write it."""
+        from ..lab.report.store import envelope, save
+
+        if self.json:
+            print(json_module.dumps(envelope(record), indent=1), flush=True)
+        else:
+            show(output())
+        if self.out is not None or not self.json:
+            paths = save(record, self.out)
+            note(f"  report: {paths[1]} (and {paths[0].name})")
+
+
+Prompts = Annotated[
+    str | None,
+    _texts(
+        "--prompts",
+        of="FILE",
+        help="Prompts to measure on: one a line, or JSON lines with 'prompt' or 'messages' (and 'task'), or "
+        "Spec-Bench's question.jsonl; - is standard input. Without it: sixty of our own, of six tasks.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which prompts."""
+
+    prompts: Prompts = None
+    tasks: Annotated[
+        list[str] | None, _texts("--task", of="TASK", help="Only prompts of this task. May be repeated.")
+    ] = None
+    per_task: Annotated[
+        int | None, _texts("--per-task", of="N", help="At most N prompts of each task. Without it: what time allows.")
+    ] = None
+    raw: Annotated[bool, _texts("--raw", help="Take prompts as they are, without the model's chat template.")] = False
+
+    def read(self) -> list[Text]:
+        """The prompts, tasks in turn."""
+        from ..lab.texts import choose, read_texts, shipped
+
+        if self.per_task is not None and self.per_task < 1:
+            raise InvalidParameter("per_task", f"must be at least 1, not {self.per_task}")
+        found = shipped() if self.prompts is None else read_texts(self.prompts, raw=self.raw)
+        return choose(found, self.per_task, self.tasks)
+
+
+def system_options(model: ModelOptions, **settings: Any) -> SystemOptions:
+    """What ``ModelOptions.open`` gives an ``LLM``, for a system of the lab; ``settings``: more of it."""
+    from ..lab.system import SystemOptions
+
+    given = {f.name: getattr(model, f.name) for f in fields(model) if f.name != "verbose"}
+    given |= {name: None for name in ("draft", "quantization", "draft_quantization") if given[name] == "none"}
+    given |= {"gamma": _gamma(model.gamma)}
+    options = SystemOptions(**given).changed(**settings)
+    options.config()  # refuses before anything is loaded
+    return options
+
+
+@contextmanager
+def measuring(model: ModelOptions) -> Iterator[Tell]:
+    """Around loading and measuring: tells on standard error what is going on."""
+    with model.loading() as tell:
+        yield tell

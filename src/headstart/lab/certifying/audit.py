@@ -1,0 +1,136 @@
+"""Teacher-forcing: an answer is put through the target again, and every token of it has to be the one that follows.
+
+Knows: answers, the target's plain logits, and which token greedy or coupled decoding puts after each prefix. Does not
+know: how the answers were made.
+
+If each token is what the target puts after those before it, the whole answer is the one that decoding by plain forward
+passes gives: there is no need to decode it a second time. Where the target's numbers are rounded (bfloat16, or other
+kernels than the engine's), the best two candidates can change places: a token that is within rounding of the best is a
+near-tie, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...types import Grammar, SamplingParams, TokenLogprob
+from .truth import Truth, processed, scores, target_law
+
+__all__ = ["Answer", "Audit", "audited", "tampered"]
+
+RACE = 2e-4  # of a score, relative: float32 probabilities against float64 ones
+LOGPROBS = 2e-3  # of a log-probability, where the logits are the same bits; rounding is added
+_NOTHING = 1e-9  # float64's own rounding
+SHOWN = 5  # wrong tokens that a certificate names
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt, how it was to be answered, and what came."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: tuple[int, ...]
+    seed: int = 0
+    endings: frozenset[int] = frozenset()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What came of some answers."""
+
+    answers: int = 0
+    positions: int = 0
+    ties: int = 0  # not the best, but within rounding of it
+    widest_tie: float = 0.0  # in logits
+    wrong: int = 0
+    first_wrong: tuple[str, ...] = ()
+    logprobs: int = 0  # compared
+    logprobs_off: float = 0.0  # the largest difference
+
+    def __add__(self, other: Audit) -> Audit:
+        return Audit(
+            self.answers + other.answers,
+            self.positions + other.positions,
+            self.ties + other.ties,
+            max(self.widest_tie, other.widest_tie),
+            self.wrong + other.wrong,
+            (self.first_wrong + other.first_wrong)[:SHOWN],
+            self.logprobs + other.logprobs,
+            max(self.logprobs_off, other.logprobs_off),
+        )
+
+
+def audited(answer: Answer, truth: Truth) -> Audit:
+    """Hold one greedy or coupled answer against the target."""
+    prompt, params, tokens = answer.prompt, answer.params, answer.tokens
+    if not tokens:
+        return Audit(answers=1)
+    logits = truth.after([*prompt, *tokens], len(prompt))
+    found = Audit(answers=1)
+    grammar = answer.grammar.begin(endings=answer.endings, min_tokens=params.min_tokens) if answer.grammar else None
+    for at, token in enumerate(tokens):
+        row, output = logits[at], list(tokens[:at])
+        mask = grammar.mask(()) if grammar is not None else None
+        x = processed(row, params, prompt, output, answer.endings, mask)
+        tie = truth.tie(row.astype(np.float64)) * max(params.repetition_penalty, 1 / params.repetition_penalty)
+        if params.greedy:
+            gap, allowed = float(x.max() - x[token]), tie
+        else:
+            gap, allowed = _race_gap(x, answer, token, at, tie), tie / params.temperature + RACE
+        found += _judged(gap, allowed, token, at, answer)
+        if answer.logprobs is not None:
+            found += _logprob(answer.logprobs[at], row.astype(np.float64), truth, tie, at)
+        if grammar is not None:
+            grammar.take(token)
+    return found
+
+
+def _race_gap(x: np.ndarray, answer: Answer, token: int, at: int, tie: float) -> float:
+    """By how much, in logits, the token lost the race of its position; infinite: it was not in it."""
+    law = target_law(x, answer.params)
+    position = len(answer.prompt) + at
+    best = float(scores(law.p, answer.seed, position).max())
+    slack = math.exp(-2 * (tie / answer.params.temperature + RACE))
+    if law.before[token] < law.floor * slack:
+        return math.inf
+    mine = float(scores(law.before, answer.seed, position)[token]) / float(law.before[law.p > 0].sum())
+    return max(0.0, math.log(best / mine)) if mine > 0 else math.inf
+
+
+def _judged(gap: float, allowed: float, token: int, at: int, answer: Answer) -> Audit:
+    if gap <= _NOTHING:
+        return Audit(positions=1)
+    if gap <= allowed:
+        return Audit(positions=1, ties=1, widest_tie=gap)
+    told = f"token {at} of an answer is {token}, {gap:.3g} behind the one that follows there (a tie is {allowed:.2g})"
+    return Audit(positions=1, wrong=1, first_wrong=(told,))
+
+
+def _logprob(told: TokenLogprob, row: np.ndarray, truth: Truth, tie: float, at: int) -> Audit:
+    """The log-probabilities told with a token against those of the plain pass, before any processing."""
+    top = float(row.max())
+    total = top + math.log(float(np.exp(row - top).sum()))
+    pairs = [(told.token_id, told.logprob), *told.top.items()]  # the token may be among the likeliest, too
+    off = max(abs(value - (float(row[token]) - total)) for token, value in pairs)
+    if off <= LOGPROBS + 2 * tie:
+        return Audit(logprobs=len(pairs), logprobs_off=off)
+    wrong = (f"a log-probability told with token {at} of an answer is {off:.3g} off",)
+    return Audit(logprobs=len(pairs), logprobs_off=off, wrong=1, first_wrong=wrong)
+
+
+def tampered(answers: Sequence[Answer], truth: Truth) -> Answer:
+    """The negative control: an answer in which one token is the target's second choice. What is behind it stays."""
+    answer = max(answers, key=lambda each: len(each.tokens))
+    at = len(answer.tokens) // 2
+    logits = truth.after([*answer.prompt, *answer.tokens[:at]], len(answer.prompt) + at)[0]
+    x = processed(logits, answer.params, answer.prompt, list(answer.tokens[:at]), answer.endings)
+    x[answer.tokens[at]] = -np.inf
+    other = int(x.argmax())
+    return replace(answer, tokens=(*answer.tokens[:at], other, *answer.tokens[at + 1 :]), logprobs=None, grammar=None)

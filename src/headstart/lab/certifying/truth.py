@@ -1,0 +1,195 @@
+"""What the target says, worked out anew: plain forward passes, and a request's processing in float64.
+
+Knows: how to run the target over a whole text at once, from nothing, and what a request's settings make of its logits;
+both written apart from the engine, its kernels and ``maths.distribution``. Does not know: drafts, rounds,
+engines' answers.
+
+What it shares with what it checks: the weights, the grammar library's masks, and the noise that a seed stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...engine.engine import Engine
+from ...machine.cpu.runner import CpuRunner
+from ...machine.runner import EagerRunner
+from ...maths import noise
+from ...types import Mask, SamplingParams
+
+__all__ = ["Law", "Truth", "processed", "scores", "target_law", "truth_of"]
+
+Floats = NDArray[np.float64]
+
+EDGE = 2e-4  # relative
+USUAL = 16.0  # logits; what they are made of is rounded as if they were no smaller than this
+_MARGIN = 64  # slots of the reference's own row, past the longest text
+_SPACINGS = {torch.bfloat16: (2.0**-8, 2.0), torch.float16: (2.0**-11, 4.0), torch.float32: (2.0**-24, 256.0)}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The target by plain forward passes."""
+
+    name: str  # for people: what ran
+    exact: bool  # the engine's logits are to be the same bits as these
+    spacing: float  # of the target's numbers, relative; and how many of them still count as a tie
+    spacings: float
+    size: int  # ids that may be drawn
+    rounding: float  # measured: how far the engine's logits are from these, and still as good as equal
+    run: Callable[[Sequence[int], int], torch.Tensor]  # a text, and how many: logits [n, V] of its last tokens
+
+    def after(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
+        """Logits for the tokens from ``start`` on: [T - start + 1, size]; the last are of what follows the text."""
+        found: NDArray[np.float32] = self.run(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
+        return found
+
+    def tie(self, row: Floats) -> float:
+        """How far apart two logits of these may be and still be as good as equal: rounding moves each so far."""
+        if self.exact:
+            return 0.0
+        largest = float(np.abs(row[np.isfinite(row)]).max(initial=USUAL))
+        usual = self.spacings * self.spacing * 2.0 ** math.ceil(math.log2(largest))
+        return min(max(usual, self.rounding), 2 * usual)
+
+
+def truth_of(engine: Engine, longest: int) -> Truth:
+    """Plain passes of an engine's target: through the model's own modules where they are there, else through its
+    kernels, the whole text in one forward over keys that were emptied before."""
+    runner: Any = engine.parts.runner
+    size = engine.parts.vocab_size
+    if isinstance(runner, CpuRunner):
+        apart = CpuRunner(runner.packed, runner.model, rows=1, max_len=longest, margin=_MARGIN, probe=False)
+        apart.threads = max(1, runner.threads)
+
+        def packed(text: Sequence[int], keep: int) -> torch.Tensor:
+            apart.slab.reset()
+            return apart.forward(slice(0, 1), torch.tensor([list(text)]), [0], keep=keep)[0]
+
+        kind = runner.packed.plan.kind
+        name = f"one pass of the {kind} kernels over the whole text, in a row of its own that was emptied before"
+        return Truth(name, True, 0.0, 0.0, size, 0.0, packed)
+    spacing, spacings = _SPACINGS.get(runner.dtype, (2.0**-24, 256.0))
+    if isinstance(runner, EagerRunner) and _whole(runner.model) and getattr(runner, "quantization", None) is None:
+
+        def modules(text: Sequence[int], keep: int) -> torch.Tensor:
+            with torch.inference_mode():
+                ids = torch.tensor([list(text)], device=runner.device)
+                return runner.model(input_ids=ids, use_cache=False).logits[0, -keep:].float().cpu()  # type: ignore[no-any-return]
+
+        name = "one pass of Hugging Face's own modules over the whole text, without a cache"
+        return Truth(name, False, spacing, spacings, size, _rounding(engine, modules), modules)
+
+    def emptied(text: Sequence[int], keep: int) -> torch.Tensor:
+        engine.cold()
+        ids = torch.tensor([list(text)], device=runner.device)
+        found: torch.Tensor = runner.forward(slice(0, 1), ids, [0], keep=keep)[0].float().cpu()
+        engine.cold()
+        return found
+
+    name = "one pass of the kernels over the whole text, over emptied keys"
+    return Truth(name, False, spacing, spacings, size, 0.0, emptied)
+
+
+def _rounding(engine: Engine, run: Callable[[Sequence[int], int], torch.Tensor]) -> float:
+    """By how much kernels and modules differ about one logit over another, nearly always: six standard deviations. Over
+    fresh keys, without drafts: what goes wrong in rounds is not in it."""
+    runner, size = engine.parts.runner, engine.parts.vocab_size
+    engine.cold()
+    text = [(11 + 37 * i) % size for i in range(12)]
+    with torch.inference_mode():
+        one = run(text, len(text))
+        other = runner.forward(slice(0, 1), torch.tensor([text], device=runner.device), [0])[0].float().cpu()
+    engine.cold()
+    difference = (one - other)[:, :size]
+    difference = difference - difference.mean(1, keepdim=True)
+    return 6 * math.sqrt(2.0) * float(difference.square().mean().sqrt())
+
+
+def _whole(model: Any) -> bool:
+    """Are its weights there? Those of a model that was quantized for a GPU are let go."""
+    return all(p.numel() and p.device.type != "meta" for p in model.parameters()) and any(
+        True for _ in model.parameters()
+    )
+
+
+# -- a request's settings, in float64 -------------------------------------------------------------------------------
+
+
+def processed(
+    row: NDArray[Any],
+    params: SamplingParams,
+    prompt: Iterable[int],
+    output: Sequence[int],
+    endings: Collection[int] = (),
+    mask: Mask | None = None,
+) -> Floats:
+    """Logits [V] of what follows ``output``, with bias, min_tokens, penalties and a grammar's mask on them."""
+    x: Floats = row.astype(np.float64)
+    for token, bias in (params.logit_bias or {}).items():
+        if token < len(x):
+            x[token] += bias
+    if len(output) < params.min_tokens:
+        for token in endings:
+            if token < len(x):
+                x[token] = -np.inf
+    if params.repetition_penalty != 1.0:
+        for token in {*prompt, *output}:
+            if token < len(x):
+                x[token] = (
+                    x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+                )
+    if params.frequency_penalty or params.presence_penalty:
+        for token in set(output):
+            x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if mask is not None:
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        allowed = np.zeros(len(x), dtype=bool)
+        allowed[: min(len(bits), len(x))] = bits[: len(x)]
+        x[~allowed] = -np.inf
+    return x
+
+
+@dataclass(frozen=True)
+class Law:
+    """The distribution that a token is drawn from."""
+
+    p: Floats  # [V]
+    before: Floats  # [V] the same before truncation
+    floor: float  # the least of ``before`` that stayed
+
+    def possible(self, token: int) -> bool:
+        """Could it be drawn? At the very edge of a truncation, float32 may have kept what float64 has not."""
+        return bool(self.before[token] > 0 and self.before[token] >= self.floor * (1 - EDGE))
+
+
+def target_law(x: Floats, params: SamplingParams) -> Law:
+    """Processed logits -> temperature, min-p, top-k, top-p, by sorting."""
+    p = np.exp((x - x.max()) / params.temperature)
+    p /= p.sum()
+    floor = params.min_p * p.max()
+    size = len(p)
+    if params.top_k and params.top_k < size:
+        floor = max(floor, np.partition(p, size - params.top_k)[size - params.top_k])
+    if params.top_p < 1:
+        kept = np.sort(p[p >= floor])[::-1]
+        if params.top_k:
+            kept = kept[: params.top_k]
+        sums = np.cumsum(kept)
+        floor = max(floor, kept[min(int(np.searchsorted(sums, params.top_p * sums[-1])), len(kept) - 1)])
+    left = np.where(p >= floor, p, 0.0) if floor > 0 else p
+    return Law(left / left.sum(), p, float(floor))
+
+
+def scores(p: Floats, seed: int, position: int) -> Floats:
+    """Of the tokens in the race for the token at ``position`` (tokens that stand before it): the largest wins."""
+    keys = noise.keys(noise.seeds([seed], "cpu"), torch.tensor([position]), 0, noise.COUPLED)
+    found: Floats = p / noise.exponential(keys, len(p))[0].numpy().astype(np.float64)
+    return found

@@ -1,0 +1,95 @@
+"""Ratios of paired measurements: right, and as sure as they say, also where noise comes in spells."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from headstart.lab.statistics import Block, geometric_mean, median, quantile, ratio, t_quantile
+
+TRUE = {0: 1.6, 1: 2.4, 2: 1.2, 3: 1.9, 4: 1.5, 5: 3.0}  # the speed-up of each prompt
+
+
+def blocks(random: Random, turns: int, noise: float, spells: float) -> list[Block]:
+    """Measurements with noise of its own in each, and noise of the pair that goes on from one block to the next."""
+    found, level = [], 0.0
+    for _ in range(turns):
+        for prompt, speed in TRUE.items():
+            level = spells * level + math.sqrt(1 - spells**2) * random.gauss(0, noise)
+            seconds = 10.0 * (1 + 0.3 * prompt)
+            common = math.exp(random.gauss(0, 0.2))  # what slows both down
+            own = [math.exp(random.gauss(0, noise)) for _ in "ab"]
+            base, mine = common * seconds * own[0] * math.exp(level / 2), common * seconds / speed * own[1]
+            tokens = 40 + 4 * prompt
+            found.append(Block(prompt, tokens, base, tokens, mine * math.exp(-level / 2)))
+    return found
+
+
+def truth() -> float:
+    seconds = {prompt: 10.0 * (1 + 0.3 * prompt) for prompt in TRUE}
+    return sum(seconds.values()) / sum(seconds[prompt] / speed for prompt, speed in TRUE.items())
+
+
+@pytest.mark.parametrize(("turns", "spells"), [(3, 0.0), (6, 0.0), (4, 0.6), (8, 0.6)])
+def test_the_interval_holds_the_true_value_as_often_as_it_says(turns: int, spells: float) -> None:
+    random = Random(turns)
+    held, widths = 0, []
+    for _ in range(400):
+        found = ratio(blocks(random, turns, 0.05, spells))
+        assert found is not None
+        assert found.interval is not None
+        held += found.interval.holds(truth())
+        widths.append(found.interval.width)
+    assert held / 400 > (0.87 if not spells else 0.82)
+    assert median(widths) < 0.1
+
+
+def test_what_slows_both_down_is_no_part_of_the_interval() -> None:
+    """The same noise in both of a pair cancels, but for the weight that a slow moment has."""
+    random = Random(1)
+    found = ratio(blocks(random, 6, 0.0, 0.0))
+    assert found is not None
+    assert found.interval is not None
+    assert found.interval.width < 0.05
+
+
+def test_prompts_that_were_measured_more_often_do_not_count_more() -> None:
+    exact = [Block(0, 10, 4.0, 10, 1.0)] * 5 + [Block(1, 10, 4.0, 10, 4.0)]
+    found = ratio(exact)
+    assert found is not None
+    assert found.value == pytest.approx(8 / 5)
+
+
+def test_other_prompts_are_less_sure_than_these() -> None:
+    found = ratio(blocks(Random(2), 5, 0.02, 0.0))
+    assert found is not None
+    assert found.interval is not None
+    assert found.others is not None
+    assert found.others.width > 3 * found.interval.width
+    assert found.to_json()["blocks"] == 30
+
+
+def test_too_little_is_not_called_sure() -> None:
+    assert ratio([]) is None
+    assert ratio([Block(0, 0, 0.0, 0, 0.0)]) is None
+    once = ratio([Block(i, 10, 2.0, 10, 1.0) for i in range(6)])
+    assert once is not None
+    assert once.value == pytest.approx(2)
+    assert once.interval is None
+    assert str(once) == "2.00x"
+
+
+def test_quantiles_of_students_distribution() -> None:
+    for free, value in ((1, 6.3138), (2, 2.9200), (5, 2.0150), (30, 1.6973)):
+        assert t_quantile(0.95, free) == pytest.approx(value, abs=1e-4)
+    with pytest.raises(ValueError, match="no quantile"):
+        t_quantile(0.4, 3)
+
+
+def test_means_and_quantiles() -> None:
+    assert geometric_mean([1, 4]) == pytest.approx(2)
+    assert median([3, 1, 2]) == 2
+    assert median([4, 1, 2, 3]) == 2.5
+    assert quantile(range(1, 11), 0.9) == 9
