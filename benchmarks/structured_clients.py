@@ -23,8 +23,6 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
-
 HERMES = (
     "{%- if tools %}<|im_start|>system\nYou may call these tools, by <tool_call>\n"
     '{"name": ..., "arguments": ...}\n</tool_call>:\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n'
@@ -36,20 +34,30 @@ QUESTION = "It is 21 degrees and sunny in Paris today. Say so."
 TOLD: dict[str, Any] = {"max_tokens": 300, "temperature": 0}
 
 
-class Weather(BaseModel):
-    """The weather of a place."""
+def records() -> tuple[Any, Any]:
+    """What answers are read into. Made where the clients are: this project's own machines may lack pydantic."""
+    from pydantic import BaseModel, Field
 
-    city: str = Field(description="Where", max_length=20)
-    degrees: int = Field(ge=-50, le=60)
-    sky: Literal["sunny", "cloudy", "rainy"]
-    wind: float | None = Field(default=None, ge=0, le=300, multiple_of=0.5)
+    class Weather(BaseModel):
+        """The weather of a place."""
+
+        city: str = Field(description="Where", max_length=20)
+        degrees: int = Field(ge=-50, le=60)
+        sky: Literal["sunny", "cloudy", "rainy"]
+        wind: float | None = Field(default=None, ge=0, le=300, multiple_of=0.5)
+
+    class Report(BaseModel):
+        """Several of them."""
+
+        today: Weather
+        days: list[Weather] = Field(max_length=2)
+
+    Report.model_rebuild(_types_namespace={"Weather": Weather})
+    return Weather, Report
 
 
-class Report(BaseModel):
-    """Several of them."""
-
-    today: Weather
-    days: list[Weather] = Field(max_length=2)
+Weather: Any = None  # set by ``main``
+Report: Any = None
 
 
 # -- openai
@@ -256,6 +264,7 @@ def whole(python: str, port: int, out: str) -> None:
 
 
 def main() -> None:
+    global Weather, Report
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("what", nargs="?", choices=["serve", "ask"], help="one half of it; else both")
     options.add_argument("--clients", default=sys.executable, help="the Python that has the clients")
@@ -266,6 +275,7 @@ def main() -> None:
     if given.what == "serve":
         serve(given.port)
     elif given.what == "ask":
+        Weather, Report = records()
         ask(given.url)
     else:
         whole(given.clients, given.port, given.out)

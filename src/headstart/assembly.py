@@ -74,19 +74,16 @@ def assemble(
     opened: Opened | None = None,
     **placement: Any,
 ) -> tuple[Engine, Loaded, Capability | None, TextCodec | None, Grammars]:
-    """Load everything: the engine, the target, what the draft model is if there is one, the codec, if there is a
-    tokenizer, and what compiles grammars. The arguments are those of ``LLM``; ``placement``: device and trust.
-    ``opened``: the target, where it is loaded already."""
+    """Load everything: the engine, the target, what the draft model is, the codec, if there is a tokenizer, what compiles
+    grammars. Arguments as of ``LLM``; ``placement``: device and trust; ``opened``: a target that is loaded already."""
     check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):
         source: Model = embedded_folder(tell) if model is None else model
-        if draft == "auto" and not is_embedded(source):
-            draft = "lookup"
+        draft = "lookup" if draft == "auto" and not is_embedded(source) else draft
         _check_name(draft, placement)  # before gigabytes are read
         if opened is None:
-            tell(what_loads(source))
-            opened = load_target(
-                source, quantization, tokenizer=tokenizer, dtype=dtype, revision=revision, tell=tell, **placement
+            opened = _loaded(
+                source, quantization, tell, tokenizer=tokenizer, dtype=dtype, revision=revision, **placement
             )
         sizes = _sizes(config, opened.loaded.report, check)
         runner, target = runner_for(opened, **sizes, invariant=config.engine.invariant)
@@ -121,6 +118,11 @@ def assemble(
         max_gamma=config.draft.most,
     )
     return engine, beside.target, beside.draft, codec, grammars
+
+
+def _loaded(source: Model, quantization: Quantization, tell: Tell, **how: Any) -> Opened:
+    tell(what_loads(source))
+    return load_target(source, quantization, tell=tell, **how)
 
 
 def _text(codec: TextCodec, request: Request) -> TextStream:

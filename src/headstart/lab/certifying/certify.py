@@ -126,7 +126,7 @@ class _Work:
     def __init__(self, system: System, gamma: int, effort: Effort, budget: Budget, seed: int, tell: Any) -> None:
         self.system, self.effort, self.budget, self.started = system, effort, budget, monotonic()
         self.engines = Engines(system, gamma)
-        self.truth = truth_of(system.engine, system.max_len)
+        self.truth = truth_of(system.engine, system.target, system.max_len)
         self.skipped: list[str] = []
         tests = len(STRESSED) + (len(SERVED) + 1 if self.engines.drafter is not None else 0)
         self.examiner = Examiner(self.engines, self.truth, Plan(tests), tell, seed << 20)

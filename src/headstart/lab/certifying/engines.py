@@ -33,10 +33,10 @@ class _ByTensors:
     vocab_ops: VocabOps = PLAIN
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
+        self._inner = runner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self._inner, name)
 
     def on_device(self) -> None:
         """It is not captured either."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...engine.engine import Engine
 from ...machine.cpu.runner import CpuRunner
-from ...machine.runner import EagerRunner
+from ...machine.load.loading import Loaded
 from ...maths import noise
 from ...types import Mask, SamplingParams
 
@@ -60,29 +60,29 @@ class Truth:
         return min(max(usual, self.rounding), 2 * usual)
 
 
-def truth_of(engine: Engine, longest: int) -> Truth:
+def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
     """Plain passes of an engine's target: through the model's own modules where they are there, else through its
     kernels, the whole text in one forward over keys that were emptied before."""
     runner: Any = engine.parts.runner
-    size = engine.parts.vocab_size
-    if isinstance(runner, CpuRunner):
-        apart = CpuRunner(runner.packed, runner.model, rows=1, max_len=longest, margin=_MARGIN, probe=False)
+    size, weights = engine.parts.vocab_size, engine.parts.runner.packed
+    if weights is not None:
+        apart = CpuRunner(weights, loaded.model, rows=1, max_len=longest, margin=_MARGIN, probe=False)
         apart.threads = max(1, runner.threads)
 
         def packed(text: Sequence[int], keep: int) -> torch.Tensor:
             apart.slab.reset()
             return apart.forward(slice(0, 1), torch.tensor([list(text)]), [0], keep=keep)[0]
 
-        kind = runner.packed.plan.kind
+        kind = weights.plan.kind
         name = f"one pass of the {kind} kernels over the whole text, in a row of its own that was emptied before"
         return Truth(name, True, 0.0, 0.0, size, 0.0, packed)
     spacing, spacings = _SPACINGS.get(runner.dtype, (2.0**-24, 256.0))
-    if isinstance(runner, EagerRunner) and _whole(runner.model) and getattr(runner, "quantization", None) is None:
+    if _whole(loaded):
 
         def modules(text: Sequence[int], keep: int) -> torch.Tensor:
             with torch.inference_mode():
                 ids = torch.tensor([list(text)], device=runner.device)
-                return runner.model(input_ids=ids, use_cache=False).logits[0, -keep:].float().cpu()  # type: ignore[no-any-return]
+                return loaded.model(input_ids=ids, use_cache=False).logits[0, -keep:].float().cpu()  # type: ignore[no-any-return]
 
         name = "one pass of Hugging Face's own modules over the whole text, without a cache"
         return Truth(name, False, spacing, spacings, size, _rounding(engine, modules), modules)
@@ -113,11 +113,12 @@ def _rounding(engine: Engine, run: Callable[[Sequence[int], int], torch.Tensor])
     return 6 * math.sqrt(2.0) * float(difference.square().mean().sqrt())
 
 
-def _whole(model: Any) -> bool:
-    """Are its weights there? Those of a model that was quantized for a GPU are let go."""
-    return all(p.numel() and p.device.type != "meta" for p in model.parameters()) and any(
-        True for _ in model.parameters()
-    )
+def _whole(loaded: Loaded) -> bool:
+    """Can its own modules run, with the numbers that are served? A model that was quantized for a GPU has others there,
+    or has let its weights go."""
+    kept, weights = getattr(torch, loaded.report.dtype, None), list(loaded.model.parameters())
+    floats = isinstance(kept, torch.dtype) and kept.is_floating_point
+    return floats and bool(weights) and all(p.numel() and p.device.type != "meta" for p in weights)
 
 
 # -- a request's settings, in float64 -------------------------------------------------------------------------------

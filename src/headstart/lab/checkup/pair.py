@@ -100,12 +100,11 @@ def _found(source: str) -> Path | None:
     if source.startswith((".", "/", "~")) or path.suffix == ".gguf":
         raise FileNotFoundError("there is no such folder or file")
     try:
-        from huggingface_hub import try_to_load_from_cache
+        from ...machine.load.hub import Remote, found_at  # here, for it needs transformers, which may be broken
 
-        config = try_to_load_from_cache(source, "config.json")
-    except Exception:  # a name that cannot be a hub's, or no such package
+        return found_at(source, Remote(local_files_only=True))
+    except Exception:  # not on this disk, a name that cannot be a hub's, or no such package
         return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _of_folder(folder: Path) -> Outline:
