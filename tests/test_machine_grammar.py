@@ -14,6 +14,9 @@ import pytest
 pytest.importorskip("llguidance")
 
 from interrupts import Interrupt, Interrupted
+from tokenizer_tools import smollm
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
 
 from headstart import LLM, InvalidParameter, SamplingParams, Structured
 from headstart.engine import node_masks
@@ -319,6 +322,38 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch)
     made.compile(three)
     assert list(made._kept) == [one, three]
     assert made.compile(one) is first
+
+
+def converted(*steps: Any) -> Any:
+    """The embedded model's tokenizer with other steps to decode, as other programs write them."""
+    backend = Tokenizer.from_str(smollm().backend_tokenizer.to_str())
+    backend.decoder = decoders.Sequence(list(steps))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+
+
+def test_bytes_of_tokenizers_that_decode_in_several_steps() -> None:
+    """As transformers 5.17 makes them of GGUF files: llguidance took their tokens for other bytes, and answers failed
+    behind the first space."""
+    bytes_first = converted(
+        decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel(add_prefix_space=False)
+    )
+    asked = Structured(json=FORM)
+    states = [
+        Grammars(one, width=len(one), eos=(one.eos_token_id,)).compile(asked).begin(endings=frozenset(), min_tokens=0)
+        for one in (smollm(), bytes_first)
+    ]
+    for token in smollm()('{"name": "x", "age": 7,', add_special_tokens=False)["input_ids"]:
+        first, second = (state.mask(()) for state in states)
+        assert allows(first, token)
+        assert (first == second).all()
+        for state in states:
+            state.take(token)
+
+
+def test_a_tokenizer_that_llguidance_reads_otherwise_is_refused() -> None:
+    shouting = converted(decoders.Fuse(), decoders.Replace("n", "N"), decoders.ByteLevel(add_prefix_space=False))
+    with pytest.raises(InvalidParameter, match="takes them for others than its tokenizer does"):
+        Grammars(shouting, width=len(shouting), eos=(0,)).prepare()
 
 
 def test_without_a_tokenizer() -> None:

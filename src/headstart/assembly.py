@@ -74,7 +74,7 @@ def assemble(
     opened: Opened | None = None,
     **placement: Any,
 ) -> tuple[Engine, Loaded, Capability | None, TextCodec | None, Grammars]:
-    """Load everything: the engine, the target, what the draft model is, the codec, if there is a tokenizer, what compiles
+    """Load everything: the engine, the target, what the draft model is, the codec if there is a tokenizer, what makes
     grammars. Arguments as of ``LLM``; ``placement``: device and trust; ``opened``: a target that is loaded already."""
     check_quantization("draft_quantization", draft_quantization)
     with telling(progress) as tell, ready_to_compile(model, placement, revision):

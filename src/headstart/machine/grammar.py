@@ -30,6 +30,8 @@ KEPT = 64  # compiled grammars
 AT_ONCE = 4  # grammars that are compiled at the same time: one that takes long holds up nobody
 #: bounds on what a grammar may cost, to compile and with each token (llguidance's own, but for what an error tells)
 LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "verbose_errors": False}
+#: characters that matter in JSON: llguidance must spell their tokens as the tokenizer does
+_SAMPLE = '{"name": "a b", "list": [1, -2.5, true], "x": {"y": null}}'
 #: what llguidance says by a name of its own, in words
 _IN_WORDS = {"NoExtensionBias": "it allows no answer, or refers to itself without an end"}
 
@@ -114,11 +116,11 @@ class Grammars:
 
 def _read(source: PreTrainedTokenizerBase, width: int, eos: Sequence[int]) -> tuple[LLTokenizer, Vocabulary]:
     try:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
     except ImportError as error:
         raise MissingExtra("llguidance", "structured") from error
     try:
-        made = from_tokenizer(source, n_vocab=max(len(source), width), eos_token=sorted(eos) or None)
+        made = LLTokenizer(_described(source), n_vocab=max(len(source), width), eos_token=sorted(eos) or None)
     except ValueError as error:
         why = first_line(str(error))
         raise InvalidParameter("structured", f"needs the bytes of this model's tokens: {why}") from error
@@ -126,7 +128,29 @@ def _read(source: PreTrainedTokenizerBase, width: int, eos: Sequence[int]) -> tu
     def spelt(token: int) -> bytes:
         return made.decode_bytes([token])
 
+    ids = source(_SAMPLE, add_special_tokens=False)["input_ids"]
+    known = not {*ids} & {*source.all_special_ids}  # it has all of these characters
+    if known and b"".join(map(spelt, ids)).strip() != source.decode(ids).strip().encode():
+        said = "needs the bytes of this model's tokens, and llguidance takes them for others than its tokenizer does"
+        raise InvalidParameter("structured", said)
     return made, Vocabulary(made.vocab_size, frozenset(made.eos_tokens), spelt, made.tokenize_bytes)
+
+
+def _described(source: PreTrainedTokenizerBase) -> str:
+    """A tokenizer as JSON, for llguidance.
+
+    Where text is decoded in several steps, llguidance looks for the one that makes bytes, and takes the first it knows.
+    Tokenizers that older versions of transformers make of GGUF files have two: one for bytes written out (which none of
+    their tokens are), and then the one that counts.
+    """
+    backend = getattr(source, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("only fast tokenizers are supported")
+    told = json.loads(backend.to_str())
+    told["padding"] = told["truncation"] = None
+    steps = (told.get("decoder") or {}).get("decoders", [])
+    told["decoder"] = next((step for step in steps if step["type"] == "ByteLevel"), told.get("decoder"))
+    return json.dumps(told)
 
 
 class _Job:
