@@ -47,11 +47,11 @@ def few_layers(source: str, folder: Path) -> str:
     """The first layers of a model, as a model of its own."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
     model.model.layers = model.model.layers[:LAYERS]
     model.config.num_hidden_layers = LAYERS
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     return str(folder)
 
 

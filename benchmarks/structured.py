@@ -6,7 +6,7 @@
 "free": a grammar that allows any text, so that the answers are those that come without one, token for token: structured
 plain over plain, and structured drafted over drafted. "schemas": schemas of structured_schemas.py, plain, over plain
 texts behind the same prompts and as long. "forms": form-like schemas, drafted over plain, both structured: what the
-schema forces is drafted at no cost. All engines of a part answer at once, a step of each in turn (side_by_side.py).
+schema forces is drafted at no cost. All engines of a part answer at once, some tokens of each in turn (lab.turns).
 "masks": the time of one mask, walking through answers, and what share of a round that is.
 
 Knows: what is compared. Does not know: how an answer is held to a grammar.
@@ -22,10 +22,10 @@ from importlib.metadata import version
 from typing import Any
 
 from common import RESULTS, Report, interval, log, median, prompts, quantile
-from side_by_side import Run, side_by_side
 from structured_schemas import cases
 
-from headstart import LLM, SamplingParams, Structured
+from headstart import LLM, Request, SamplingParams, Structured
+from headstart.lab.turns import Run, side_by_side
 
 ANY = Structured(regex=r"(.|\n)*")
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -61,25 +61,16 @@ FORM: dict[str, Any] = {
 
 
 class Each(Run):
-    """A ``Run`` whose prompts have settings of their own."""
+    """A ``Run`` whose prompts have settings of their own, grammars among them."""
 
     def __init__(self, llm: LLM, asked: Sequence[tuple[list[int], SamplingParams]]) -> None:
-        super().__init__(llm, [prompt for prompt, _ in asked], SamplingParams())
-        self._each = [params for _, params in asked]
-
+        super().__init__(llm.engine, [prompt for prompt, _ in asked], [params for _, params in asked])
+        self._llm = llm
         for prompt, params in asked:
             llm.request(list(prompt), params)  # what it compiles is kept
 
-    def begin(self) -> None:
-        self.llm.cold()
-        started = time.perf_counter()
-        pairs = zip(self.prompts, self._each, strict=True)
-        self._streams = [self.llm.submit(list(prompt), params) for prompt, params in pairs]
-        self.seconds += time.perf_counter() - started
-
-    @property
-    def answers(self) -> list[tuple[int, ...]]:
-        return [stream.result().token_ids for stream in self._streams]
+    def request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Request:
+        return self._llm.request(list(prompt), params, id=name)
 
 
 Asked = list[tuple[list[int], SamplingParams]]
@@ -107,7 +98,7 @@ class Bench:
         for turn in range(-1, self.turns):  # the first is to warm up
             runs = {name: Each(self.engines[name], given) for name, given in asked(max(turn, 0)).items()}
             found = side_by_side(runs)
-            texts = {name: run.answers for name, run in runs.items()}
+            texts = {name: [answer.choice.token_ids for answer in run.answers] for name, run in runs.items()}
             if same and any(text != texts["plain"] for text in texts.values()):
                 raise RuntimeError("the answers are not the same")
             for name, rate in found.items() if turn >= 0 else ():

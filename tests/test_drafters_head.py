@@ -314,6 +314,10 @@ def test_watching_is_refused_where_features_would_be_missing() -> None:
 @pytest.mark.parametrize("way", ["_float_sums", "_integer_sums"])
 def test_small_numbers_on_a_cpu_are_nearly_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 matrices: a percent off at a few rows, exact at many, gone when the weights move."""
+    if way == "_integer_sums" and not torch.cpu._is_vnni_supported():
+        pytest.skip(
+            "without VNNI oneDNN adds two products in 16 bits, and large ones are cut: ``quickest`` passes it over"
+        )
     torch.manual_seed(0)
     net = head_for(target(), torch.arange(64), width=64, head_dim=16)
     y = torch.randn(3, 64)

@@ -62,7 +62,12 @@ def _commit() -> str | None:
         return None
     try:
         said = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=False
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=here.parent,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
         )
     except OSError:
         return None

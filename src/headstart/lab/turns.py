@@ -83,8 +83,11 @@ class Run:
         self._open.enter_context(self.engine.listen(self._note))
         self._started = perf_counter()
         for index, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True)):
-            self._handles.append(self.engine.submit(Request(f"lab-{index}", tuple(prompt), params)))
+            self._handles.append(self.engine.submit(self.request(f"lab-{index}", prompt, params)))
         self.seconds += perf_counter() - self._started
+
+    def request(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Request:
+        return Request(name, tuple(prompt), params)
 
     @property
     def done(self) -> bool:

@@ -8,7 +8,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
 
 namespace hs {
 
