@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from .lab import ReportOptions, Rows, TextOptions, measuring, section, system_options
+from .lab import ReportOptions, Rows, TextOptions, interrupted, measuring, section, system_options
 from .options import ModelOptions, Temperature
 from .screen import show_table
 
@@ -84,13 +84,7 @@ def bench(*, model: ModelOptions, options: BenchOptions, texts: TextOptions, rep
         settings = options.settings(report.limit(SECONDS))
         asked = texts.read()
         with Bencher(system_options(model, max_rows=options.rows), asked, settings, tell=tell) as bencher:
-            stopped = False
-            try:
-                bencher.run()
-            except KeyboardInterrupt:
-                if not bencher.blocks:
-                    raise
-                stopped = True
+            stopped = interrupted(bencher.run, lambda: bencher.blocks)
             found = bencher.result(stopped=stopped)
         tell("")
         report.finish(found, lambda console: show(console, found))

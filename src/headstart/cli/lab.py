@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..lab.system import SystemOptions
     from ..lab.texts import Text
 
-__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "measuring", "section", "system_options"]
+__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "interrupted", "measuring", "section", "system_options"]
 
 _report, _texts, _size = map(section, ("Report", "Prompts", "Size"))
 
@@ -112,6 +112,17 @@ class TextOptions:
             raise InvalidParameter("per_task", f"must be at least 1, not {self.per_task}")
         found = shipped() if self.prompts is None else read_texts(self.prompts, raw=self.raw)
         return choose(found, self.per_task, self.tasks)
+
+
+def interrupted(measure: Callable[[], None], begun: Callable[[], object]) -> bool:
+    """Measure. True: Ctrl-C came first, and ``begun`` says that there is something to tell by then."""
+    try:
+        measure()
+    except KeyboardInterrupt:
+        if not begun():
+            raise
+        return True
+    return False
 
 
 def system_options(model: ModelOptions, **settings: Any) -> SystemOptions:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from ..errors import InvalidParameter
-from .lab import ReportOptions, measuring, section, system_options
+from .lab import ReportOptions, interrupted, measuring, section, system_options
 from .options import ModelOptions
 from .screen import show_table
 
@@ -44,13 +44,7 @@ def profile(*, model: ModelOptions, rows: MostRows = 8, contexts: Contexts = Non
 
         options = system_options(model)
         with Profiler(options, rows, contexts or CONTEXTS, tell=tell) as profiler:
-            stopped = False
-            try:
-                profiler.run(report.limit(SECONDS))
-            except KeyboardInterrupt:
-                if not profiler.costs:
-                    raise
-                stopped = True
+            stopped = interrupted(lambda: profiler.run(report.limit(SECONDS)), lambda: profiler.costs)
             found = profiler.result(stopped=stopped)
         tell("")
         report.finish(found, lambda console: show(console, found))

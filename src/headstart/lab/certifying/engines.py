@@ -6,7 +6,6 @@ Knows: how engines are put together over one runner, and who decides about draft
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 from ...config import DraftConfig
@@ -83,9 +82,11 @@ class Engines:
         assert drafter is None or drafter.on_device() is None
         if gamma not in self._captured:
             parts, config = self.engine.parts, DraftConfig(gamma=gamma, overlap=False)
-            more: dict[str, Any] = {"masks": False} if "masks" in signature(open_captured).parameters else {}
-            found = open_captured(parts.runner, drafter, config, parts.vocab_size, silent, name="the target", **more)
-            self._captured[gamma] = found
+            named: dict[str, Any] = {
+                "name": "the target",
+                "masks": False,
+            }  # none of the laws that these are held against has a grammar
+            self._captured[gamma] = open_captured(parts.runner, drafter, config, parts.vocab_size, silent, **named)
         return self._captured[gamma]
 
     def backend(self, engine: Engine, params: SamplingParams) -> str:
