@@ -1,7 +1,8 @@
-"""Bounds of numbers: whatever a grammar lets through is within them, next to the bounds too."""
+"""Bounds of numbers and of formats: whatever a grammar lets through is within them, next to the bounds too."""
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ pytest.importorskip("llguidance")
 
 from headstart import Structured
 from headstart.machine.grammar import Grammars
-from headstart.machine.schemas import exact_bounds
+from headstart.machine.schemas import adapted
 from headstart.maths.bitmask import allows
 from headstart.testing import TINY_VOCABULARY, tiny_tokenizer
 
@@ -73,8 +74,36 @@ def test_only_what_is_taken_otherwise_is_said_otherwise() -> None:
         "const": {"exclusiveMinimum": 1, "maximum": 1.5},
         "anyOf": [{"exclusiveMaximum": 0.5, "minimum": 0.25}, {"exclusiveMinimum": 10}],
     }
-    assert exact_bounds(schema) == schema
-    assert exact_bounds({"items": [{"exclusiveMinimum": 1, "maximum": 1.5}]}) == {
+    assert json.loads(adapted(json.dumps(schema))) == schema
+    assert json.loads(adapted('{"items": [{"exclusiveMinimum": 1, "maximum": 1.5}]}')) == {
         "items": [{"minimum": 1.0000000000000002, "maximum": 1.5}]
     }
-    assert exact_bounds({"exclusiveMaximum": 0, "minimum": -0.5}) == {"maximum": -1e-15, "minimum": -0.5}
+    assert json.loads(adapted('{"exclusiveMaximum": 0, "minimum": -0.5}')) == {"maximum": -1e-15, "minimum": -0.5}
+    named = {"properties": {"default": {"exclusiveMinimum": 1, "maximum": 1.5}}}  # a property of that name
+    assert json.loads(adapted(json.dumps(named)))["properties"]["default"] == {
+        "minimum": 1.0000000000000002,
+        "maximum": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "longest", "too_long"),
+    [
+        ("uri", "a" * 40 + ":b", "a" * 41),
+        ("uri", "http://u:p@h:80/" + "x" * 300, "texture-based-" * 3),
+        ("email", "a" * 64 + "@b.c", "a" * 65),
+        ("hostname", "a." * 126 + "a", "a." * 127),
+        ("date-time", "2026-01-02T03:04:05.123456789Z", "2026-01-02T03:04:05.1234567890"),
+        ("date-time", "2026-01-02T03:04:05+02:00", "2026-01-02T03:04:05.1234567890"),
+        ("time", "03:04:05.123456789Z", "03:04:05.1234567890"),
+        ("duration", "P123456789Y2M3DT4H5M6S", "P1234567890"),
+        ("duration", "P1W", "PT1234567890"),
+    ],
+)
+def test_texts_of_a_format_come_to_an_end(form: str, longest: str, too_long: str) -> None:
+    """What models would otherwise go on with for as long as they may: words before a URI's colon, zeros of a second."""
+    grammars = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,))
+    grammar = grammars.compile(Structured(json={"type": "string", "format": form, "pattern": "^[^ ]"}))
+    assert lets_through(grammar, f'"{longest}"')
+    line = grammar.tokens.split(f'"{too_long}'.encode())
+    assert grammar.begin(endings=frozenset({2}), min_tokens=0).fits(line) < len(line)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
-from .schemas import exact_bounds
+from .schemas import adapted
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -197,9 +197,7 @@ def _source_of(asked: Structured) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice)))
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(asked.grammar)
-    schema = '{"type":"object"}' if asked.json_object else str(asked.json)
-    if '"exclusiveM' in schema:
-        schema = json.dumps(exact_bounds(json.loads(schema)), ensure_ascii=False)
+    schema = adapted('{"type":"object"}' if asked.json_object else str(asked.json))
     if schema == "false":
         raise InvalidParameter("structured.json", "allows no answer: it is false")
     # One blank where people write one, unless they say otherwise: small models that may write any go on doing so.
