@@ -6,7 +6,8 @@ median of ratios within a turn.
 
     plain       decoding one token a step, 1.5B, and 1.5B with a vocabulary of 152,000; beside a plain read of the bytes
     prompt      a prompt of 2,000 tokens
-    verify      forwards of 1 to 16 tokens, in forwards of one; the 1.5B and the embedded model
+    verify      forwards of 1 to 16 tokens, in forwards of one and as a share of the integer units' peak; the 1.5B and
+                the embedded model
     drafted     with a draft of a third of the size, and with the embedded model; predicted beside measured
     load        seconds and peak memory of a load, the first time and again; after one that was killed
     rows        the first token on rows that were never used, and on used ones; embedded model
@@ -31,8 +32,10 @@ from typing import Any
 import torch
 from common import KINDS, RESULTS, as_json, log, machine, median, prompts
 from cpu import timed
+from cpu_kernels import peak
 from peers import REST, Peer, Run, race, ratio, speeds, turns, wheel_gguf
 from peers_load import loads
+from verify_curve import BEHIND, WIDTHS, curve, largest_fall, medians, our_widths, products, shares
 
 from headstart import LLM, SamplingParams
 from headstart.machine.cpu.library import kernels, pool
@@ -41,8 +44,6 @@ from headstart.maths.cost import CostModel, best_length
 from headstart.types import Round
 
 TARGET, DRAFT, WIDE_VOCABULARY = (f"grown-{name}-Q4_K_M.gguf" for name in ("1.5b", "0.5b", "1.5b-152k"))
-WIDTHS = list(range(1, 17))
-BEHIND = 200  # tokens in the cache while forwards are timed
 ROWS = 8
 
 
@@ -168,47 +169,38 @@ def prompt(bench: Bench) -> dict[str, Any]:
     return result
 
 
-def our_widths(llm: LLM) -> list[float]:
-    """Seconds of one forward of each width, in the middle of an answer."""
-    runner = llm.engine.parts.runner
-    ids = (torch.arange(BEHIND + WIDTHS[-1]) % 1000 + 100)[None]
-    runner.forward(slice(0, 1), ids[:, :BEHIND], [0], keep=1)
-    found = []
-    for width in WIDTHS:
-        started = time.perf_counter()
-        runner.forward(slice(0, 1), ids[:, BEHIND : BEHIND + width], [BEHIND])
-        found.append(time.perf_counter() - started)
-    return found
-
-
-def curve(rounds: Sequence[Sequence[float]]) -> dict[int, float]:
-    """v(n): medians over the rounds, in forwards of one token."""
-    times = [median(column) for column in zip(*rounds, strict=True)]
-    return {width: seconds / times[0] for width, seconds in zip(WIDTHS, times, strict=True)}
-
-
 def verify(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    repeats = 3 * bench.runs
     for name, model in {TARGET: bench.file(TARGET), "embedded": embedded_folder()}.items():
-        llm, peer = bench.ours(model), bench.llama(wheel_gguf() if name == "embedded" else model)
+        llm, peer = bench.ours(model), None
+        if not bench.arguments.no_peers:
+            peer = bench.llama(wheel_gguf() if name == "embedded" else model)
+        runner: Any = llm.engine.parts.runner
         ids = [i % 1000 + 100 for i in range(BEHIND + WIDTHS[-1])]
-        mine, theirs = [], []
-        for _ in range(repeats):
+        mine, theirs, peaks = [], [], []
+        for turn in range(3 * bench.runs):
             time.sleep(REST)
-            mine.append(our_widths(llm))
-            time.sleep(REST)
-            theirs.append(peer.ask("widths", ids=ids, behind=BEHIND, widths=WIDTHS)["seconds"])
-        peer.close()
-        v = curve(mine[1:])
+            peaks.append(peak(bench.threads))
+            mine.append(our_widths(runner))
+            if peer and turn % 3 == 0:  # llama.cpp takes several times as long, and is here for comparison only
+                time.sleep(REST)
+                theirs.append(peer.ask("widths", ids=ids, behind=BEHIND, widths=WIDTHS)["seconds"])
+        v, times = curve(mine[1:]), medians(mine[1:])
         found[name] = {
             "kernels": llm.report.kernels,
-            "one_token_seconds": median(line[0] for line in mine[1:]),
+            "one_token_seconds": times[1],
             "v": v,
-            "largest_fall": max(0.0, *(1 - v[width + 1] / v[width] for width in WIDTHS[:-1])),
-            "llama.cpp": {"one_token_seconds": median(line[0] for line in theirs[1:]), "v": curve(theirs[1:])},
+            "largest_fall": largest_fall(v),
+            "products_a_token": products(runner.packed.plan),
+            "peak_products_per_second": {"most": max(peaks), "median": median(peaks)},
+            "share_of_the_peak": shares(runner.packed.plan, times, max(peaks)),
         }
-        log(f"verify {name}: " + ", ".join(f"v({n}) {v[n]:.3f}" for n in (2, 4, 8, 16)))
+        if peer:
+            peer.close()
+            llama = {"one_token_seconds": medians(theirs)[1], "v": curve(theirs), "turns": len(theirs)}
+            found[name]["llama.cpp"] = llama
+        part = found[name]["share_of_the_peak"] or dict.fromkeys(WIDTHS, 0.0)
+        log(f"verify {name}: " + ", ".join(f"v({n}) {v[n]:.3f} ({part[n]:.0%} of the peak)" for n in (2, 4, 8, 16)))
     return found
 
 
@@ -250,7 +242,7 @@ def drafted(bench: Bench) -> dict[str, Any]:
     for name, llm in llms.items():
         runner = getattr(llm.engine.parts.drafter, "runner", None)  # None: nobody drafts any more
         alpha = counts[name]["accepted"] / max(1, counts[name]["judged"])
-        v = curve([our_widths(llm) for _ in range(6)][1:])
+        v = curve([our_widths(llm.engine.parts.runner) for _ in range(6)][1:])
         one = step_seconds(llm.engine.parts.runner, 15)
         c = step_seconds(runner, 15) / one if runner is not None else 0.0
         cost = CostModel(c=c, v=v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -55,3 +56,28 @@ def test_losses_leave_out_each_windows_first_token(big: ModuleType) -> None:
     found = perplexity.losses(lambda x: table[x[0]], [[1, 2, 3], [4, 5]])
     expected = -table.log_softmax(-1)[[1, 2, 4], [2, 3, 5]]
     torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def test_a_forwards_share_of_the_peak_counts_each_weight_once_a_token(big: ModuleType) -> None:
+    """A tied embedding is the output head; one that is not tied is only looked up, and multiplies nothing."""
+    import verify_curve
+
+    from headstart.machine.cpu.plan import Plan
+
+    plan = Plan("int4", "int8", 64, 2, 1, 32, 96, 100, 1e-5, (0, 0), False, False, False, True, (1.0,) * 16, 1.0)
+    layer = (64 + 32 + 32) * 64 + 64 * 64 + 2 * 96 * 64 + 64 * 96
+    assert verify_curve.products(plan) == 2 * layer + 100 * 64
+    assert verify_curve.products(replace(plan, tied=False)) == 2 * layer + 100 * 64
+    found = verify_curve.shares(plan, {1: 1.0, 8: 4.0}, 10.0 * (2 * layer + 100 * 64))
+    assert found == pytest.approx({1: 0.1, 8: 0.2})
+    assert verify_curve.shares(plan, {1: 1.0}, 0.0) is None
+
+
+def test_a_curve_says_where_it_falls(big: ModuleType) -> None:
+    import verify_curve
+
+    rounds = [[1.0 + 0.1 * width for width in range(16)] for _ in range(3)]
+    assert verify_curve.largest_fall(verify_curve.curve(rounds)) == 0.0
+    for line in rounds:
+        line[5] = 1.2  # six tokens, where five took 1.4
+    assert verify_curve.largest_fall(verify_curve.curve(rounds)) == pytest.approx(1 - 1.2 / 1.4)
