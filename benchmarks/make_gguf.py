@@ -14,6 +14,7 @@ Knows: GGUF's names for a Llama's and a Qwen2's tensors and settings. Does not k
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def quantize(python: str, source: Path, out: Path, kind: str, threads: int = 2) 
     part.rename(out)
 
 
-def make(name: str, recipe: Recipe, folder: Path, kind: str, python: str, like: Path) -> Path:
+def make(name: str, recipe: Recipe, folder: Path, kind: str, python: str, like: Path, threads: int = 2) -> Path:
     """One file of the given kind in ``folder``, unless it is there."""
     out, exact = folder / f"{name}-{kind}.gguf", folder / f"{name}-F16.gguf"
     if out.exists():
@@ -176,7 +177,7 @@ def make(name: str, recipe: Recipe, folder: Path, kind: str, python: str, like: 
         part.rename(exact)
     if kind != "F16":
         log(f"{out.name}: rounding")
-        quantize(python, exact, out, kind)
+        quantize(python, exact, out, kind, threads)
         exact.unlink()
     log(f"{out.name}: {out.stat().st_size / 1e9:.2f} GB")
     return out
@@ -191,13 +192,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--kind", default="Q4_K_M", help="as llama.cpp calls it; F16: not rounded")
     parser.add_argument("--draft-noise", type=float, help="for the draft, in standard deviations of each weight matrix")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that round")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
         recipe = RECIPES[name]
         if recipe.noise and arguments.draft_noise is not None:
             recipe = Recipe(recipe.shape, arguments.draft_noise)
-        make(name, recipe, arguments.folder, arguments.kind, arguments.peers_python, wheel_gguf())
+        python, threads = arguments.peers_python, arguments.threads
+        make(name, recipe, arguments.folder, arguments.kind, python, wheel_gguf(), threads)
 
 
 if __name__ == "__main__":

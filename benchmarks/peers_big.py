@@ -309,22 +309,30 @@ def rows(bench: Bench) -> dict[str, Any]:
 
 
 def chats(bench: Bench) -> dict[str, Any]:
+    """Eight together, against the first of them alone, and against all eight one after the other: prompts differ in
+    length and in what can be drafted, so the first says little about the others."""
     seconds: dict[str, list[float]] = {}
     for _ in range(bench.runs):
         llm = LLM(max_rows=ROWS, threads=bench.threads)  # a new one: rows that were never used
         lines = bench.lines(llm, ROWS)
         for kind, speculate in (("plain", False), ("drafted", True)):
             params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True, speculate=speculate)
-            for name, some in ((f"{kind} one", lines[:1]), (f"{kind} eight", lines)):
-                llm.cold()
-                started = time.perf_counter()
-                llm.generate(some, params)
-                seconds.setdefault(name, []).append((time.perf_counter() - started) / len(some))
-    result: dict[str, Any] = {
-        kind: ratio(seconds[f"{kind} one"], seconds[f"{kind} eight"]) for kind in ("plain", "drafted")
-    }
+            ways = {"one": [lines[:1]], "eight": [lines], "in turn": [[line] for line in lines]}
+            for name, groups in ways.items():
+                taken = 0.0
+                for group in groups:
+                    llm.cold()
+                    started = time.perf_counter()
+                    llm.generate(group, params)
+                    taken += time.perf_counter() - started
+                seconds.setdefault(f"{kind} {name}", []).append(taken / sum(map(len, groups)))
+    result: dict[str, Any] = {}
+    for kind in ("plain", "drafted"):
+        result[kind] = ratio(seconds[f"{kind} one"], seconds[f"{kind} eight"])
+        result[f"{kind}, over the same eight in turn"] = ratio(seconds[f"{kind} in turn"], seconds[f"{kind} eight"])
+    result["prompt_tokens"] = list(map(len, lines))
     result["tokens_per_second"] = {name: bench.tokens / median(times) for name, times in seconds.items()}
-    log(f"chats: eight over one: plain {result['plain']['median']:.2f}x, drafted {result['drafted']['median']:.2f}x")
+    log("chats: eight over one: " + ", ".join(f"{kind} {result[kind]['median']:.2f}x" for kind in ("plain", "drafted")))
     return result
 
 
