@@ -19,7 +19,7 @@ pytest.importorskip("llguidance")
 
 from server_tools import WORDS, Server, joined
 
-from headstart.machine import grammar
+from headstart.machine import grammar, mask_budget
 
 CHAT = "/v1/chat/completions"
 
@@ -193,3 +193,24 @@ def test_clients_that_leave_and_clients_that_are_killed(server: Server, alone: l
                 assert said["choices"][0]["message"]["content"] == alone[number]
     server.settle()
     assert server.llm.stats.failed == 0
+
+
+def test_a_shape_that_takes_long_to_follow_ends_alone(
+    server: Server, alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles at once; then each token takes longer than the one before."""
+    monkeypatch.setattr(mask_budget, "A_TOKEN", 1e-6)
+    monkeypatch.setattr(mask_budget, "MOST", 0.2)
+    slow = {"prompt": "a", "max_tokens": 150, "min_tokens": 150, "n": 2, "temperature": 0}
+    slow |= {"structured_outputs": {"grammar": 'start: a\na: a a | a a a | "a" | "b" | ""'}}
+    with ThreadPoolExecutor(6) as clients:
+        late = clients.submit(server.post, "/v1/completions", slow)
+        fast = [clients.submit(server.post, CHAT, body(number)) for number in range(4)]
+        assert [each.result()[1]["choices"][0]["message"]["content"] for each in fast] == alone[:4]
+        status, said = late.result()
+    assert (status, said["error"]["code"]) == (500, "generation_failed")
+    assert "of computing for each token: make it simpler, or less ambiguous" in said["error"]["message"]
+    assert server.llm.engine.idle
+    status, said = server.post("/v1/completions", slow)  # nobody else gets as far
+    assert (status, said["error"]["param"]) == (400, "structured_outputs.grammar")
+    assert "of computing for each token: make it simpler" in said["error"]["message"]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
+from .mask_budget import TOO_SLOW
 from .schemas import adapted
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Grammars:
         with self._books:
             if asked in self._kept:
                 self._kept.move_to_end(asked)
+                if self._kept[asked].budget.exceeded:
+                    raise InvalidParameter(f"structured.{asked.kind}", TOO_SLOW)
                 return self._kept[asked]
         job = self._job(tokens, asked)
         if not job.done.wait(self._deadline):

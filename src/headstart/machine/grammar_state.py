@@ -19,6 +19,7 @@ import numpy as np
 
 from ..maths.bitmask import allows
 from ..types import Mask
+from .mask_budget import TOO_SLOW, Budget
 
 __all__ = ["CompiledGrammar", "GrammarState", "Matcher", "Vocabulary", "computed", "first_line"]
 
@@ -86,7 +87,7 @@ class CompiledGrammar:
     """See ``types.Grammar``."""
 
     def __init__(self, tokens: Vocabulary, matcher: Matcher, after: str | None) -> None:
-        self.tokens, self._matcher = tokens, matcher
+        self.tokens, self._matcher, self.budget = tokens, matcher, Budget()
         self.after = after.encode() if after is not None else b""
         last = self.after[-1:]
         spelt = ((token, tokens.spelt(token)) for token in range(tokens.size if last else 0))
@@ -208,7 +209,7 @@ class GrammarState:
     def __init__(self, grammar: CompiledGrammar, endings: frozenset[int], min_tokens: int) -> None:
         self._base = _Place(grammar, endings)
         self._min_tokens, self._taken = min_tokens, 0
-        self._words = grammar.tokens
+        self._words, self._budget = grammar.tokens, grammar.budget
         self._ahead: tuple[tuple[int, ...], _Place] | None = None  # a place behind drafted tokens, and which
         self._known: dict[tuple[int, ...], Mask | None] = {}  # masks behind drafted tokens, until one is committed
         self._fault: str | None = None  # of a place behind drafted tokens
@@ -220,10 +221,11 @@ class GrammarState:
 
     @property
     def fault(self) -> str | None:
-        return self._base.fault or self._fault
+        too_slow = f"the grammar {TOO_SLOW}" if self._budget.exceeded else None
+        return self._base.fault or self._fault or too_slow
 
     def take(self, token: int) -> None:
-        with self._lock:
+        with self._lock, self._budget.spending(tokens=1):
             self._ahead, self._fault = None, None
             self._known.clear()
             self._taken += 1
@@ -231,11 +233,16 @@ class GrammarState:
 
     def mask(self, drafted: tuple[int, ...]) -> Mask | None:
         with self._lock:
-            return self._mask(drafted)
+            if drafted in self._known:
+                return self._known[drafted]
+            if self._budget.exceeded:
+                return np.zeros(self._words.words, np.uint32)
+            with self._budget.spending():
+                return self._mask(drafted)
 
     def fits(self, drafted: Sequence[int]) -> int:
-        line, count = tuple(drafted), 0
-        with self._lock:
+        line, count = () if self._budget.exceeded else tuple(drafted), 0
+        with self._lock, self._budget.spending():
             while count < len(line) and line[:count] in self._known:
                 row = self._known[line[:count]]
                 if row is not None and not allows(row, line[count]):
@@ -254,7 +261,9 @@ class GrammarState:
         return count
 
     def forced(self, most: int) -> tuple[int, ...]:
-        with self._lock:
+        if self._budget.exceeded:
+            return ()
+        with self._lock, self._budget.spending():
             return tuple(self._base.forced()[:most])
 
     def _mask(self, drafted: tuple[int, ...]) -> Mask | None:
