@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_files import write_gguf
+from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
 from headstart.cli.main import app
@@ -40,6 +42,19 @@ def test_help_names_every_command() -> None:
         vocab_ops = run(command, "--help")
         assert vocab_ops.exit_code == 0
         assert "--model MODEL" in vocab_ops.stdout
+
+
+def test_an_option_called_like_its_value_keeps_its_small_letters() -> None:
+    """Typer 0.27 makes ``--DEVICE`` of an option without a name of its own whose value is called DEVICE."""
+    found = 0
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for name, parameter in signature(command.callback).parameters.items():
+            for option in getattr(parameter.annotation, "__metadata__", ()):
+                if (getattr(option, "metavar", None) or "").lower() == name and isinstance(option, OptionInfo):
+                    assert option.param_decls, name
+                    found += 1
+    assert found > 10
 
 
 def test_help_tells_n_from_n() -> None:

@@ -63,7 +63,7 @@ def _entries(command: Any, context: Any) -> Iterator[Entry]:
             text += " Must be given."
         if param.envvar:
             text += f" [{param.envvar}]"
-        yield Entry(param.rich_help_panel or "Options", names, text, default)
+        yield Entry(getattr(param, "rich_help_panel", None) or "Options", names, text, default)
 
 
 class Command(TyperCommand):

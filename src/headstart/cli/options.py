@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from ..config import MAX_GAMMA, SETTINGS, Config
 from ..errors import InvalidParameter
@@ -251,9 +252,10 @@ def spread(function: Callable[..., None], *, env: str = "") -> Callable[..., Non
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in records:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            hint = _spelt(hints[name], name)
+            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        inner = get_type_hints(records[name], include_extras=True)
+        inner = {n: _spelt(hint, n) for n, hint in get_type_hints(records[name], include_extras=True).items()}
         parameters += [
             inspect.Parameter(
                 f.name,
@@ -282,6 +284,18 @@ def spread(function: Callable[..., None], *, env: str = "") -> Callable[..., Non
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
     return command
+
+
+def _spelt(annotation: Any, name: str) -> Any:
+    """The same option with its name spelt out where its value is called the same: Typer 0.27 takes ``--KIND`` of it."""
+    for option in getattr(annotation, "__metadata__", ()):
+        if not isinstance(option, OptionInfo) or option.param_decls or not option.metavar:
+            continue
+        if option.metavar.lower() == name:
+            option = copy(option)
+            option.param_decls = (f"--{name.replace('_', '-')}",)
+            return Annotated[get_args(annotation)[0], option]
+    return annotation
 
 
 def _from_environment(annotation: Any, variable: str) -> Any:
