@@ -58,7 +58,8 @@ def embedded(given: Namespace, report: Report) -> None:
     settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
     log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
     with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
-        advice = adviser.run()
+        adviser.run()
+        advice = adviser.result()
         candidates = dict(adviser.candidates)
     log(advice.recommendation.sentence)
     report.add("advice", advice.to_json())
@@ -127,7 +128,8 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
             started = time.perf_counter()
             adviser = Adviser(options, [draft], None, settings, tell=quiet, prompts=lines, plain=plain, only=True)
             with adviser:
-                advice = adviser.run()
+                adviser.run()
+                advice = adviser.result()
             log(f"  {time.perf_counter() - started:.0f} s")
             new = cells(advice, kind, alpha, about, given.batches)
             names = {cell["name"] for cell in new}

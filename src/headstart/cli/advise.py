@@ -5,14 +5,14 @@ Knows: the options and the tables. Does not know: how anything is measured or pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from ..errors import InvalidParameter
-from .lab import ReportOptions, TextOptions, measuring, section, system_options
+from .lab import ReportOptions, TextOptions, interrupted, measuring, seconds_left, section, system_options
 from .options import ModelOptions
 from .screen import show_table
 
@@ -50,7 +50,7 @@ class AdviseOptions:
     tokens: Annotated[int, _what("--tokens", "-n", of="N", help="The most tokens of an answer.")] = 64
     confirm: Annotated[int, _what(of="N", help="Run the N most promising to confirm; 0: only predict.")] = 2
 
-    def settings(self, seconds: float | None) -> AdviseSettings:
+    def settings(self) -> AdviseSettings:
         from ..lab.advice_record import AdviseSettings
 
         return AdviseSettings(
@@ -58,7 +58,6 @@ class AdviseOptions:
             temperatures=tuple(self.temperature or (0.0,)),
             tokens=self.tokens,
             confirm=self.confirm,
-            seconds=seconds,
         )
 
 
@@ -75,19 +74,22 @@ def advise(
     The model writes some text. How often each candidate would have been right is read off it, what rounds cost is
     measured, and the speed-up follows for every draft length. The best few are then run to confirm, on other prompts.
     """
-    report.check()
+    time = report.begin()
     if model.gamma != "auto":
         raise InvalidParameter("gamma", "is not for this command: every draft length is looked at")
     with measuring(model) as tell:
-        from ..lab.advice_record import SECONDS
         from ..lab.advising import Adviser
 
         given = [*(options.candidates or ()), *(drafts or ()), *([model.draft] if model.draft != "auto" else [])]
-        settings, asked = options.settings(report.limit(SECONDS)), texts.read()
+        settings, asked = options.settings(), texts.read()
         with Adviser(system_options(model, draft=None), given or None, asked, settings, tell=tell) as adviser:
-            found = adviser.run()
+            adviser.settings = replace(settings, seconds=seconds_left(time))
+            stopped = interrupted(adviser.run, lambda: any(one.predictions for one in adviser.outlooks.values()))
+            found = adviser.result(stopped=stopped)
         tell("")
         report.finish(found, lambda console: show(console, found))
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def show(console: Console, found: Advice) -> None:

@@ -5,12 +5,12 @@ Knows: the options and the tables. Does not know: how it is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from .lab import ReportOptions, Rows, TextOptions, interrupted, measuring, section, system_options
+from .lab import ReportOptions, Rows, TextOptions, interrupted, measuring, seconds_left, section, system_options
 from .options import ModelOptions, Temperature
 from .screen import show_table
 
@@ -52,7 +52,7 @@ class BenchOptions:
         ),
     ] = None
 
-    def settings(self, seconds: float | None) -> BenchSettings:
+    def settings(self) -> BenchSettings:
         from ..lab.bench_record import BenchSettings
         from ..lab.peers import check_peers
 
@@ -63,7 +63,6 @@ class BenchOptions:
             temperature=self.temperature,
             verification=self.verification,
             ignore_eos=self.ignore_eos,
-            seconds=seconds,
             turns=self.turns,
             drafters=tuple(self.drafter or ()),
             peers=tuple(self.peers or ()),
@@ -76,14 +75,13 @@ def bench(*, model: ModelOptions, options: BenchOptions, texts: TextOptions, rep
     Plain and speculative decoding take turns, a few tokens each, so that what else the machine does falls on both. The
     speed-up is that of writing, behind the first token, with a 90% interval. Ctrl-C ends it with what there is.
     """
-    report.check()
+    time = report.begin()
     with measuring(model) as tell:
-        from ..lab.bench_record import SECONDS
         from ..lab.benching import Bencher
 
-        settings = options.settings(report.limit(SECONDS))
-        asked = texts.read()
+        settings, asked = options.settings(), texts.read()
         with Bencher(system_options(model, max_rows=options.rows), asked, settings, tell=tell) as bencher:
+            bencher.settings = replace(settings, seconds=seconds_left(time))
             stopped = interrupted(bencher.run, lambda: bencher.blocks)
             found = bencher.result(stopped=stopped)
         tell("")

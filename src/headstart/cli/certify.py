@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from .exits import NOT_WELL
-from .lab import Prompts, ReportOptions, measuring, system_options
+from .lab import Prompts, ReportOptions, interrupted, measuring, seconds_left, system_options
 from .options import ModelOptions, section
 from .screen import show_table
 
@@ -37,16 +37,20 @@ def certify(
     and the block rule draw is compared with the target's own distribution; and the same tests have to reject runs that
     are wrong on purpose. Exit status 0 if all of it holds, 3 if not.
     """
-    report.check()
+    time = report.begin()
     options = system_options(model, max_rows=rows)
     with measuring(model) as tell:
-        from ..lab import certify as make
         from ..lab import read_texts
+        from ..lab.certifying.certify import Certifier
 
         texts = read_texts(prompts) if prompts is not None else None
-        given: dict[str, Any] = {} if report.seconds is None else {"seconds": report.seconds}
-        found = make(options, prompts=texts, thorough=report.thorough, seed=seed, tell=tell, **given)
-    report.finish(found, lambda console: _show(console, found))
+        with Certifier(options, texts, thorough=report.thorough, seed=seed, tell=tell) as certifier:
+            stopped = interrupted(lambda: certifier.run(seconds_left(time)), lambda: certifier.examiner.checks)
+            found = certifier.result(stopped=stopped)
+        tell("")
+        report.finish(found, lambda console: _show(console, found))
+    if stopped:
+        raise KeyboardInterrupt
     if not found.holds:
         raise typer.Exit(NOT_WELL)
 

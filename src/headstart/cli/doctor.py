@@ -44,7 +44,7 @@ def doctor(
     With --model, whether it and its draft fit in memory and run on kernels, before anything is loaded. Nothing is
     changed. Exit status 0 if nothing is wrong, 3 if something is.
     """
-    report.check()
+    report.begin()
     from ..lab.checkup.doctor import Asked
     from ..lab.checkup.doctor import doctor as look
 

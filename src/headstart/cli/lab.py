@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 
 from ..errors import InvalidParameter
+from ..lab.budget import Budget
 from ..progress import Tell
 from .options import ModelOptions, _gamma, section
 from .screen import note, output
@@ -23,9 +24,23 @@ if TYPE_CHECKING:
     from ..lab.system import SystemOptions
     from ..lab.texts import Text
 
-__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "interrupted", "measuring", "section", "system_options"]
+__all__ = [
+    "Prompts",
+    "ReportOptions",
+    "Rows",
+    "TextOptions",
+    "interrupted",
+    "measuring",
+    "seconds_left",
+    "section",
+    "system_options",
+]
 
 _report, _texts, _size = map(section, ("Report", "Prompts", "Size"))
+
+SECONDS = 100.0  # that a command takes unless another time is given
+LEAST = 0.3  # of them for measuring, however long loading took
+REPORT = 5.0  # for tables and pages in the end
 
 Rows = Annotated[int, _size("--rows", of="N", help="Requests answered together (the batch size).")]
 
@@ -35,7 +50,10 @@ class ReportOptions:
     """How long it may take, and where what was found goes."""
 
     seconds: Annotated[
-        float | None, _report(of="S", help="Stop measuring after S seconds, loading not counted, with what there is.")
+        float | None,
+        _report(
+            of="S", help="Take about S seconds in all, loading included, with what there is by then. Without it: 100."
+        ),
     ] = None
     thorough: Annotated[bool, _report("--thorough", help="Take as long as it takes, for narrower intervals.")] = False
     json: Annotated[
@@ -52,8 +70,8 @@ class ReportOptions:
         ),
     ] = None
 
-    def check(self) -> None:
-        """Refuse what cannot work, before anything is loaded."""
+    def begin(self) -> Budget:
+        """Refuse what cannot work, before anything is loaded; and the time of the whole command, from now on."""
         if self.seconds is not None and not self.seconds > 0:
             raise InvalidParameter("seconds", f"must be more than 0, not {self.seconds:g}")
         if self.seconds is not None and self.thorough:
@@ -62,10 +80,7 @@ class ReportOptions:
             from ..lab.report.store import FOLDER, check_out
 
             check_out(self.out if self.out is not None else FOLDER)
-
-    def limit(self, usual: float) -> float | None:
-        """Seconds that measuring may take; None: no limit."""
-        return None if self.thorough else self.seconds if self.seconds is not None else usual
+        return Budget(None if self.thorough else self.seconds or SECONDS)
 
     def finish(self, record: Record, show: Callable[[Console], None]) -> None:
         """Print what was found, and write it."""
@@ -114,12 +129,18 @@ class TextOptions:
         return choose(found, self.per_task, self.tasks)
 
 
+def seconds_left(time: Budget) -> float | None:
+    """For measuring, now that everything is loaded; None: no limit."""
+    return None if time.seconds is None else max(LEAST * time.seconds, time.left - REPORT)
+
+
 def interrupted(measure: Callable[[], None], begun: Callable[[], object]) -> bool:
     """Measure. True: Ctrl-C came first, and ``begun`` says that there is something to tell by then."""
     try:
         measure()
     except KeyboardInterrupt:
         if not begun():
+            note("  nothing was measured yet: there is no report")
             raise
         return True
     return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from ..errors import InvalidParameter
-from .lab import ReportOptions, interrupted, measuring, section, system_options
+from .lab import ReportOptions, interrupted, measuring, seconds_left, section, system_options
 from .options import ModelOptions
 from .screen import show_table
 
@@ -34,17 +34,17 @@ def profile(*, model: ModelOptions, rows: MostRows = 8, contexts: Contexts = Non
     Steps are timed in the engine, as they are served: a plain step, one that verifies up to 15 drafted tokens, a draft
     step, the reading of prompts. Ctrl-C ends it with what there is.
     """
-    report.check()
+    time = report.begin()
     if rows < 1:
         raise InvalidParameter("rows", f"must be at least 1, not {rows}")
     if any(each < 1 for each in contexts or ()):
         raise InvalidParameter("context", "must be at least 1 token")
     with measuring(model) as tell:
-        from ..lab.profiling import CONTEXTS, SECONDS, Profiler
+        from ..lab.profiling import CONTEXTS, Profiler
 
         options = system_options(model)
         with Profiler(options, rows, contexts or CONTEXTS, tell=tell) as profiler:
-            stopped = interrupted(lambda: profiler.run(report.limit(SECONDS)), lambda: profiler.costs)
+            stopped = interrupted(lambda: profiler.run(seconds_left(time)), lambda: profiler.costs)
             found = profiler.result(stopped=stopped)
         tell("")
         report.finish(found, lambda console: show(console, found))

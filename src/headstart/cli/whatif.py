@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from .lab import ReportOptions, measuring, section
+from .lab import ReportOptions, interrupted, measuring, seconds_left, section
 from .options import ModelOptions, Verbose
 from .screen import show_table
 
@@ -27,8 +27,14 @@ class WhatIfOptions:
     """Which pair, and what is supposed of it."""
 
     shape: Annotated[
-        str, _what("--shape", "-s", of="SHAPE", help="The target's sizes, such as llama-3-8b; a wrong name lists them.")
-    ] = "llama-3-8b"
+        str | None,
+        _what(
+            "--shape",
+            "-s",
+            of="SHAPE",
+            help="The target's sizes; a wrong name lists them. Without it: llama-3-8b on a GPU, 1.5b on a CPU.",
+        ),
+    ] = None
     draft: Annotated[
         str, _what("--draft", "-d", of="SHAPE", help="The draft's sizes: a shape, or small (135M weights).")
     ] = "small"
@@ -48,7 +54,7 @@ class WhatIfOptions:
     device: Annotated[str | None, _what(of="DEVICE", help="cpu, cuda ... Without it: a GPU if there is one.")] = None
     verbose: Verbose = False
 
-    def settings(self, seconds: float | None) -> WhatIfSettings:
+    def settings(self) -> WhatIfSettings:
         from ..lab.what_if import WhatIfSettings
 
         usual = WhatIfSettings()
@@ -58,7 +64,6 @@ class WhatIfOptions:
             alphas=tuple(self.alpha or usual.alphas),
             rows=tuple(self.rows or usual.rows),
             confirm=tuple(self.confirm or ()),
-            seconds=seconds,
         )
 
 
@@ -68,19 +73,22 @@ def whatif(*, options: WhatIfOptions, report: ReportOptions) -> None:
     A model of its shape is grown from the embedded one and measured on this machine. How often a draft would be right
     is not known without the models, so the speed-up is shown for several acceptance rates.
     """
-    report.check()
+    time = report.begin()
     with measuring(ModelOptions(verbose=options.verbose)) as tell:
         from ..lab.system import SystemOptions
-        from ..lab.what_if import SECONDS
-        from ..lab.what_if import whatif as measured
+        from ..lab.what_if import Supposer
 
         system = SystemOptions(device=options.device).changed(
             quantization=None if options.quantization == "none" else options.quantization,
             draft_quantization=None if options.draft_quantization == "none" else options.draft_quantization,
         )
-        found = measured(options.settings(report.limit(SECONDS)), system, tell=tell)
+        with Supposer(options.settings(), system, tell=tell) as supposer:
+            stopped = interrupted(lambda: supposer.run(seconds_left(time)), lambda: supposer.cases)
+            found = supposer.result(stopped=stopped)
         tell("")
         report.finish(found, lambda console: show(console, found))
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def show(console: Console, found: WhatIf) -> None:

@@ -26,7 +26,7 @@ from .machine_facts import machine, memory
 from .predict import Draft, Gamma, predict, write
 from .recommending import recommended, seen
 from .round_costs import LENGTHS, Filler, RoundCosts, measure_rounds, told, with_widths
-from .statistics import Block, Ratio, ratio
+from .statistics import Block, ratio
 from .symptoms import Symptom, long_prompts, memory_tight, symptoms
 from .system import System, SystemOptions
 from .texts import Text, choose, shipped
@@ -60,11 +60,13 @@ def advise(
     settings = replace(settings or AdviseSettings(), **{k: v for k, v in more.items() if k in names})
     options = (options or SystemOptions()).changed(**{k: v for k, v in more.items() if k not in names})
     with Adviser(options, given, texts, settings, tell=tell or silent) as adviser:
-        return adviser.run()
+        adviser.run()
+        return adviser.result()
 
 
 class Adviser:
-    """One target, its candidates, and what is found out about them."""
+    """One target, its candidates, and what is found out about them. ``run`` may be interrupted, and ``result`` tells
+    what there is by then."""
 
     def __init__(
         self,
@@ -95,6 +97,10 @@ class Adviser:
         self.notes: list[str] = []
         self.written: dict[float, list[Written]] = {}
         self._filler: System | None = None
+        self._asked: list[Candidate] = []
+        self._proposals: list[str] = []
+        self._blocks: dict[tuple[str, int, float], list[Block]] = {}  # of confirming: name, rows, temperature
+        self._spent = 0.0
 
     def __enter__(self) -> Adviser:
         return self
@@ -109,23 +115,27 @@ class Adviser:
                 system.close()
         self.open.clear()
 
-    def run(self) -> Advice:
+    def run(self) -> None:
         """All of it, within the time."""
         budget = Budget(self.settings.seconds)
+        try:
+            self._run(budget)
+        finally:
+            self._spent = budget.spent
+
+    def _run(self, budget: Budget) -> None:
         device = self.plain.device.type
-        asked, proposals = candidates(
+        asked, self._proposals = candidates(
             self._options.model, self._given, device=device, quantization=self._options.draft_quantization
         )
-        if self._only:
-            asked = [one for one in asked if one.draft in (self._given or ())]
+        self._asked = [one for one in asked if one.draft in (self._given or ())] if self._only else asked
         self._split()
         self._write(budget.part(WRITING))
         each = budget.part(MEASURING / (MEASURING + CONFIRMING))
-        for number, candidate in enumerate(asked):
-            share = each.part(1 / (len(asked) - number))
-            self._look_at(candidate, share, f"{candidate.name} ({number + 1} of {len(asked)})")
+        for number, candidate in enumerate(self._asked):
+            share = each.part(1 / (len(self._asked) - number))
+            self._look_at(candidate, share, f"{candidate.name} ({number + 1} of {len(self._asked)})")
         self._confirm(budget)
-        return self._advice(proposals, budget.spent)
 
     # -- text
 
@@ -270,17 +280,15 @@ class Adviser:
             names = [name for name in self._ranked(rows, temperature)[: self.settings.confirm] if name in self.open]
             if not names:
                 continue
-            found = self._beside(names, rows, temperature, budget.part(1 / (len(cells) - number)))
-            for name, each in found.items():
-                outlook = self.outlooks[name]
-                self.outlooks[name] = replace(outlook, measured={**outlook.measured, (rows, temperature): each})
+            self._beside(names, rows, temperature, budget.part(1 / (len(cells) - number)))
 
-    def _beside(self, names: Sequence[str], rows: int, temperature: float, budget: Budget) -> dict[str, Ratio]:
+    def _beside(self, names: Sequence[str], rows: int, temperature: float, budget: Budget) -> None:
         systems = {PLAIN: self.plain, **{name: self.open[name] for name in names}}
         lines = [ids for _, ids in self.held]
         units = [[lines[(i + j) % len(lines)] for j in range(rows)] for i in range(0, len(lines), rows)]
         drawn: dict[str, Any] = {"verification": "block"} if temperature else {}
         blocks: dict[str, list[Block]] = {name: [] for name in names}
+        self._blocks |= {(name, rows, temperature): each for name, each in blocks.items()}
         # A device keeps its time, so that more prompts say more there than the same ones again.
         count, first = len(units), 0.9 if self.plain.device.type == "cuda" else 0.45
         for turn in range(MOST_TURNS):
@@ -307,15 +315,20 @@ class Adviser:
                 in_turn(runs)
                 for name in names:
                     blocks[name].append(Block(number, *runs[PLAIN].decoding, *runs[name].decoding))
-        found = {name: ratio(each) for name, each in blocks.items()}
-        return {name: each for name, each in found.items() if each is not None}
 
     # -- what comes of it
 
-    def _advice(self, proposals: Sequence[str], seconds: float) -> Advice:
+    def result(self, *, stopped: bool = False) -> Advice:
+        """What is known by now; something must be. ``stopped``: somebody did not want to wait."""
+        self._count_blocks()
         rows, temperature = self.settings.rows[0], self.settings.temperatures[0]
         texts = self.written[temperature]
         tasks = list(dict.fromkeys(text.task for text in texts))
+        notes = list(self.notes)
+        if stopped:
+            left = [one.name for one in self._asked if one.name not in self.outlooks]
+            without = f"; nothing is known of {', '.join(left)}" if left else ""
+            notes.append(f"it was stopped (Ctrl-C) before its time was over{without}")
         return Advice(
             machine=machine(),
             settings=self._shown(),
@@ -323,12 +336,19 @@ class Adviser:
             outlooks=tuple(self.outlooks.values()),
             recommendation=recommended(self._options, self.candidates, self.outlooks, rows, temperature),
             symptoms=tuple(self._symptoms()),
-            proposals=tuple(proposals),
+            proposals=tuple(self._proposals),
             texts={task: sum(text.task == task for text in texts) for task in tasks},
             tokens=sum(len(text.answer) for text in texts),
-            seconds=seconds,
-            notes=tuple(self.notes),
+            seconds=self._spent,
+            notes=tuple(notes),
         )
+
+    def _count_blocks(self) -> None:
+        """What was run so far goes to what is known of each candidate."""
+        for (name, rows, temperature), blocks in self._blocks.items():
+            outlook, found = self.outlooks[name], ratio(blocks)
+            if found is not None:
+                self.outlooks[name] = replace(outlook, measured={**outlook.measured, (rows, temperature): found})
 
     def _symptoms(self) -> list[Symptom]:
         found: dict[str, Symptom] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,19 +39,21 @@ from .system import System, SystemOptions
 from .texts import choose, shipped
 from .weight_noise import Noise
 
-__all__ = ["SECONDS", "Case", "WhatIf", "WhatIfSettings", "whatif"]
+__all__ = ["SECONDS", "Case", "Supposer", "WhatIf", "WhatIfSettings", "whatif"]
 
 SECONDS = 60.0
 SMALL = "small"  # the embedded model as the draft, as it is
+USUAL = {"cuda": "llama-3-8b", "cpu": "1.5b"}  # the target's shape, by device
 TOKENS = 200  # of a supposed answer
 TEXTS = 8
+LEAST = 15.0  # seconds for a pair that is run
 
 
 @dataclass(frozen=True)
 class WhatIfSettings:
     """What is asked."""
 
-    shape: str = "llama-3-8b"
+    shape: str | None = None  # None: one that people run on such a device
     draft: str = SMALL  # or the name of a shape
     alphas: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)
     rows: tuple[int, ...] = (1, 8)
@@ -61,12 +64,17 @@ class WhatIfSettings:
     def __post_init__(self) -> None:
         for name, value in (("shape", self.shape), ("draft", self.draft)):
             known = [*SHAPES] + [SMALL] * (name == "draft")
-            if value not in known:
+            if value is not None and value not in known:
                 raise InvalidParameter(name, f"must be one of {', '.join(known)}, not {value!r}")
         if not all(0 < alpha < 1 for alpha in (*self.alphas, *self.confirm)):
             raise InvalidParameter("alpha", "must be between 0 and 1")
         if not self.rows or min(self.rows) < 1:
             raise InvalidParameter("rows", f"must be numbers of at least 1, not {self.rows}")
+
+    @property
+    def supposed(self) -> list[float]:
+        """Every acceptance rate that is looked at."""
+        return sorted({*self.alphas, *self.confirm})
 
 
 @dataclass(frozen=True)
@@ -117,22 +125,28 @@ def whatif(
 ) -> WhatIf:
     """Measure a pair of shapes. ``more``: fields of ``WhatIfSettings``; ``options``: device, dtype, quantization."""
     settings = replace(settings or WhatIfSettings(), **more)
-    return _Supposed(settings, options or SystemOptions(), tell or silent).run()
+    with Supposer(settings, options or SystemOptions(), tell=tell or silent) as supposer:
+        supposer.run(settings.seconds)
+        return supposer.result()
 
 
-class _Supposed:
-    """A grown target, a draft, and what is measured of them."""
+class Supposer:
+    """A grown target, a draft, and what is measured of them. ``run`` may be interrupted, and ``result`` tells what
+    there is by then."""
 
-    def __init__(self, settings: WhatIfSettings, options: SystemOptions, tell: Tell) -> None:
-        self.settings, self._tell, self.notes = settings, tell, list[str]()
+    def __init__(self, settings: WhatIfSettings, options: SystemOptions, *, tell: Tell = silent) -> None:
         self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.settings, self._tell, self.notes = settings, tell, list[str]()
+        self.shape = settings.shape or USUAL.get(self.device.type, USUAL["cpu"])
+        self.cases: list[Case] = []
+        self._open, self._about, self._told = ExitStack(), dict[str, Any](), dict[str, Any]()
         self._check_memory()
         tell("loading the model that is grown")
         loaded = load(embedded_folder(tell), dtype="float32", device="cpu")
         self.small, self.tokenizer = loaded.model, loaded.tokenizer
-        tell(f"growing {settings.shape}")
-        self.target = grow(self.small, SHAPES[settings.shape], device=self.device, dtype=self.dtype)
+        tell(f"growing {self.shape}")
+        self.target = grow(self.small, SHAPES[self.shape], device=self.device, dtype=self.dtype)
         self._options = options.changed(
             model=self.target,
             tokenizer=self.tokenizer,
@@ -142,17 +156,33 @@ class _Supposed:
             max_model_len=options.max_model_len or 1024,
             check=False,
         )
+        try:
+            self.plain = self._open.enter_context(System.open(self._options, tell))
+            self.system = self._open.enter_context(self.plain.sibling(self._draft(self.small), tell))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Supposer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
 
     def _check_memory(self) -> None:
         """Refuse what cannot fit, before it is grown."""
-        shape, free = SHAPES[self.settings.shape], memory(self.device)["free"]
+        shape, free = SHAPES[self.shape], memory(self.device)["free"]
         attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
         weights = shape.layers * (3 * shape.hidden * shape.ffn + attention)
         needed = weights * (2 if self.device.type == "cuda" else 4)
         if free is not None and needed > 0.9 * free:
             raise InvalidParameter(
                 "shape",
-                f"{self.settings.shape} takes {needed / 1e9:.0f} GB of weights, and {free / 1e9:.0f} GB are free here",
+                f"{self.shape} takes {needed / 1e9:.0f} GB of weights, and {free / 1e9:.0f} GB are free here: try a "
+                f"smaller one ({', '.join(SHAPES)})",
             )
 
     def _draft(self, model: Any) -> Any:
@@ -160,44 +190,51 @@ class _Supposed:
             return copy.deepcopy(model).to(self.device, self.dtype)
         return grow(model, SHAPES[self.settings.draft], device=self.device, dtype=self.dtype)
 
-    def run(self) -> WhatIf:
-        settings, budget = self.settings, Budget(self.settings.seconds)
-        with System.open(self._options, self._tell) as plain:
-            prompts = [("any", plain.ids(text)) for text in choose(shipped(), 4)]
-            with plain.sibling(self._draft(self.small), self._tell) as system:
-                costs, base = self._costs(plain, system, [ids for _, ids in prompts], budget)
-                about = system.facts() | {"shape": settings.shape, "draft_shape": settings.draft}
-                cases = [
-                    self._case(system, costs, base, alpha, rows) for rows in settings.rows for alpha in settings.alphas
-                ]
-            for alpha in settings.confirm:
-                cases = self._confirmed(plain, cases, alpha, prompts)
-        shown = {"shape": settings.shape, "draft": settings.draft, "rows": settings.rows, "alphas": settings.alphas}
-        return WhatIf(machine(), shown, about, told(costs) | {"plain": told(base)}, tuple(cases), tuple(self.notes))
+    def run(self, seconds: float | None = SECONDS) -> None:
+        """Costs, what follows from them, and then the pairs that are run."""
+        settings, budget = self.settings, Budget(seconds)
+        prompts = [("any", self.plain.ids(text)) for text in choose(shipped(), 4)]
+        self._about = self.system.facts() | {"shape": self.shape, "draft_shape": settings.draft}
+        costs, base = self._costs([ids for _, ids in prompts], budget)
+        self._told = told(costs) | {"plain": told(base)}
+        for rows in settings.rows:
+            for alpha in settings.supposed:
+                self._tell(f"{rows} row{'s' * (rows > 1)}, alpha {alpha:g}")
+                self.cases.append(self._case(costs, base, alpha, rows))
+        for number, alpha in enumerate(settings.confirm):
+            share = None if seconds is None else max(LEAST, budget.left / (len(settings.confirm) - number))
+            self._confirm(alpha, prompts, share)
 
-    def _costs(
-        self, plain: System, system: System, prompts: Sequence[Sequence[int]], budget: Budget
-    ) -> tuple[RoundCosts, RoundCosts]:
-        captured = system.engine.parts.captured
+    def result(self, *, stopped: bool = False) -> WhatIf:
+        """What is known by now; some case must be. ``stopped``: somebody did not want to wait."""
+        mine = self.settings
+        shown = {"shape": self.shape, "draft": mine.draft, "rows": mine.rows, "alphas": mine.alphas}
+        notes = [*self.notes, *(["it was stopped (Ctrl-C) before its time was over"] * stopped)]
+        return WhatIf(machine(), shown, self._about, self._told, tuple(self.cases), tuple(notes))
+
+    def _costs(self, prompts: Sequence[Sequence[int]], budget: Budget) -> tuple[RoundCosts, RoundCosts]:
+        captured = self.system.engine.parts.captured
+        share = budget.part(1 / (1 + len(self.settings.confirm)))
         found = measure_rounds(
-            {"plain": plain, "drafted": system},
+            {"plain": self.plain, "drafted": self.system},
             prompts,
             rows=sorted({1, *self.settings.rows}),
             lengths=captured.lengths if captured is not None else LENGTHS,
-            late=lambda: budget.over,
+            late=lambda: share.over,
             tell=self._tell,
         )
         return found["drafted"], found["plain"]
 
-    def _case(self, system: System, costs: RoundCosts, base: RoundCosts, alpha: float, rows: int) -> Case:
+    def _case(self, costs: RoundCosts, base: RoundCosts, alpha: float, rows: int) -> Case:
         plain = base.plain(rows)
         times = costs.times(rows, max(self.settings.gammas))
         by_gamma = {gamma: tau(alpha, gamma) * plain / times[gamma] for gamma in self.settings.gammas}
-        return Case(alpha, rows, by_gamma, self._auto(system, costs, base, alpha, rows))
+        return Case(alpha, rows, by_gamma, self._auto(costs, base, alpha, rows))
 
-    def _auto(self, system: System, costs: RoundCosts, base: RoundCosts, alpha: float, rows: int) -> float:
+    def _auto(self, costs: RoundCosts, base: RoundCosts, alpha: float, rows: int) -> float:
         """With the controller of the system, over texts along which each guess holds with this probability."""
-        controller, drafter = system.engine.parts.controller, system.engine.parts.drafter
+        system, parts = self.system, self.system.engine.parts
+        controller, drafter = parts.controller, parts.drafter
         assert isinstance(controller, GreedyAndSampled)
         assert drafter is not None
         known = supposed_texts(alpha, max(TEXTS, rows))
@@ -207,28 +244,24 @@ class _Supposed:
         system.cold()
         return played.rate / replay([*known], None, None, base, rows=rows).rate
 
-    def _confirmed(
-        self, plain: System, cases: list[Case], alpha: float, prompts: Sequence[tuple[str, Sequence[int]]]
-    ) -> list[Case]:
+    def _confirm(self, alpha: float, prompts: Sequence[tuple[str, Sequence[int]]], seconds: float | None) -> None:
         """Run a draft that agrees about so often."""
         self._tell(f"a draft that agrees {alpha:.0%}")
-        texts = write(plain, prompts[:8], tokens=48, ignore_eos=True)
+        texts = write(self.plain, prompts[:8], tokens=48, ignore_eos=True)
         noise = Noise(self.small)
         scale, agreed = noise.scale_for(alpha, [(text.prompt, text.ids) for text in texts])
         settings = AdviseSettings(
-            rows=self.settings.rows, gammas=(), tokens=96, ignore_eos=True, confirm=1, seconds=self.settings.seconds
+            rows=self.settings.rows, gammas=(), tokens=96, ignore_eos=True, confirm=1, seconds=seconds
         )
         draft = self._draft(noise.model(scale))
-        with Adviser(
-            self._options, [draft], None, settings, tell=self._tell, prompts=prompts, plain=plain, only=True
-        ) as adviser:
-            run = {key: ratio for outlook in adviser.run().outlooks for key, ratio in outlook.measured.items()}
-        found = []
-        for case in cases:
+        given: dict[str, Any] = {"tell": self._tell, "prompts": prompts, "plain": self.plain, "only": True}
+        with Adviser(self._options, [draft], None, settings, **given) as adviser:
+            adviser.run()
+            run = {key: ratio for outlook in adviser.result().outlooks for key, ratio in outlook.measured.items()}
+        for index, case in enumerate(self.cases):
             ratio = run.get((case.rows, 0.0))
-            match = case.alpha == alpha and ratio is not None
-            found.append(replace(case, measured=ratio, agreement=agreed) if match else case)
-        return found
+            if case.alpha == alpha and ratio is not None:
+                self.cases[index] = replace(case, measured=ratio, agreement=agreed)
 
 
 def supposed_texts(alpha: float, count: int) -> dict[Written, Agreement]:

@@ -40,6 +40,7 @@ __all__ = [
     "derive",
     "draw",
     "exponential",
+    "exponential_of",
     "keys",
     "keys_in",
     "race",
@@ -168,6 +169,11 @@ def exponential(keys: Keys, size: int) -> Tensor:
     return _exponential(keys, _cpu_field(size) if device.type == "cpu" else _field(size, device))
 
 
+def exponential_of(keys: Keys, tokens: Tensor, size: int) -> Tensor:
+    """The same numbers for some of ``size`` tokens, on a CPU: keys [..], tokens [N] int64 -> [.., N]."""
+    return _exponential(keys, _cpu_field(size)[tokens])
+
+
 def draw(p: Tensor, noise: Tensor) -> Tensor:
     """One token from each distribution: p [.., V] (need not sum to 1), noise [.., V] exponential -> [..] int64.
 
@@ -197,5 +203,5 @@ def _cpu_race(p: Tensor, keys: Keys) -> Tensor:
     if size >= 1 << 12 and len(p) == 1:
         some = torch.from_numpy(np.flatnonzero(p.detach().numpy()))  # NaN is among them
         if 0 < len(some) <= size // 8:
-            return some[draw(p[:, some], _exponential(keys, _cpu_field(size)[some]))]
+            return some[draw(p[:, some], exponential_of(keys, some, size))]
     return draw(p, exponential(keys, size))

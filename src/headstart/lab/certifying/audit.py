@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...types import Grammar, SamplingParams, TokenLogprob
-from .truth import Truth, processed, scores, target_law
+from .truth import Truth, clocks, processed, target_law
 
 __all__ = ["Answer", "Audit", "audited", "tampered"]
 
@@ -94,13 +94,14 @@ def audited(answer: Answer, truth: Truth) -> Audit:
 
 def _race_gap(x: np.ndarray, answer: Answer, token: int, at: int, tie: float) -> float:
     """By how much, in logits, the token lost the race of its position; infinite: it was not in it."""
-    law = target_law(x, answer.params)
-    position = len(answer.prompt) + at
-    best = float(scores(law.p, answer.seed, position).max())
-    slack = math.exp(-2 * (tie / answer.params.temperature + RACE))
+    law, params = target_law(x, answer.params), answer.params
+    slack = math.exp(-2 * (tie / params.temperature + RACE))
     if law.before[token] < law.floor * slack:
         return math.inf
-    mine = float(scores(law.before, answer.seed, position)[token]) / float(law.before[law.p > 0].sum())
+    some = np.flatnonzero(law.p)
+    noise = clocks(len(x), answer.seed, len(answer.prompt) + at, np.append(some, token))
+    best = float((law.p[some] / noise[:-1]).max())
+    mine = float(law.before[token] / noise[-1]) / float(law.before[some].sum())
     return max(0.0, math.log(best / mine)) if mine > 0 else math.inf
 
 

@@ -76,13 +76,15 @@ class Certificate:
     controls: tuple[Control, ...]
     skipped: tuple[str, ...]  # what was not checked, and why
     seconds: float = 0.0
+    complete: bool = True  # False: it was stopped before all checks were made
     kind: str = "certify"
 
     @property
     def holds(self) -> bool:
-        """Every check holds, and every control that is needed was rejected."""
+        """Every check was made and holds, and every control that is needed was rejected."""
         return (
-            bool(self.checks)
+            self.complete
+            and bool(self.checks)
             and all(c.holds for c in self.checks)
             and all(c.rejected for c in self.controls if c.needed)
         )
@@ -90,7 +92,7 @@ class Certificate:
     @property
     def faults(self) -> list[str]:
         """What does not hold, a line each."""
-        found = []
+        found = [] if self.complete else ["it was stopped (Ctrl-C) before all checks were made"]
         for check in self.checks:
             if not check.holds:
                 why = "; ".join(check.found[:1]) or (f"p = {check.p_value:.2g}" if check.p_value is not None else "")

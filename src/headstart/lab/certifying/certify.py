@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from time import monotonic
 from typing import Any
 
 from ...errors import HeadstartError, InvalidParameter, MissingExtra
 from ...machine.grammar import Grammars
 from ...machine.load.loading import eos_ids
-from ...types import Grammar, SamplingParams, Structured, silent
+from ...types import Grammar, SamplingParams, Structured, Tell, silent
 from ..budget import Budget
 from ..machine_facts import machine
 from ..system import System, SystemOptions
@@ -35,7 +34,7 @@ from .laws import BRANCHES, FirstTokens, first_tokens, passed, places
 from .running import Asked
 from .truth import truth_of
 
-__all__ = ["SECONDS", "Effort", "certify"]
+__all__ = ["SECONDS", "Certifier", "Effort", "certify"]
 
 SECONDS = 85.0  # for the checks of the usual certificate; loading comes on top
 GAMMA = 4  # drafted tokens of a round, where the pair's own number is "auto"
@@ -104,12 +103,10 @@ def certify(
     ``seconds``: for the checks, about; None, or ``thorough``: as long as it takes. ``seed``: another one asks the same
     questions with other noise. ``tell``: hears what is going on.
     """
-    options = _fitting(options or SystemOptions())
-    chosen = effort or (THOROUGH if thorough else Effort())
-    with System.open(options, tell) as system:
-        gamma = options.gamma
-        assert isinstance(gamma, int)
-        return _Work(system, gamma, chosen, Budget(None if thorough else seconds), seed, tell or silent).done(prompts)
+    given: dict[str, Any] = {"thorough": thorough, "seed": seed, "effort": effort, "tell": tell or silent}
+    with Certifier(options or SystemOptions(), prompts, **given) as certifier:
+        certifier.run(None if thorough else seconds)
+        return certifier.result()
 
 
 def _fitting(options: SystemOptions) -> SystemOptions:
@@ -120,22 +117,52 @@ def _fitting(options: SystemOptions) -> SystemOptions:
     return options.changed(gamma=gamma, max_rows=max(options.max_rows, 16), max_model_len=options.max_model_len or 512)
 
 
-class _Work:
-    """One certificate on its way."""
+class Certifier:
+    """One certificate on its way. ``run`` may be interrupted, and ``result`` tells what was checked by then."""
 
-    def __init__(self, system: System, gamma: int, effort: Effort, budget: Budget, seed: int, tell: Any) -> None:
-        self.system, self.effort, self.budget, self.started = system, effort, budget, monotonic()
-        self.engines = Engines(system, gamma)
-        self.truth = truth_of(system.engine, system.target, system.max_len)
-        self.skipped: list[str] = []
-        tests = len(STRESSED) + (len(SERVED) + 1 if self.engines.drafter is not None else 0)
-        self.examiner = Examiner(self.engines, self.truth, Plan(tests), tell, seed << 20)
+    def __init__(
+        self,
+        options: SystemOptions,
+        prompts: Sequence[Text] | None = None,
+        *,
+        thorough: bool = False,
+        seed: int = 0,
+        effort: Effort | None = None,
+        tell: Tell = silent,
+    ) -> None:
+        options = _fitting(options)
+        assert isinstance(options.gamma, int)
+        self.effort, self.budget = effort or (THOROUGH if thorough else Effort()), Budget(None)
+        self.system = System.open(options, tell)
+        try:
+            self.engines = Engines(self.system, options.gamma)
+            self.truth = truth_of(self.system.engine, self.system.target, self.system.max_len)
+            self.skipped: list[str] = []
+            tests = len(STRESSED) + (len(SERVED) + 1 if self.engines.drafter is not None else 0)
+            self.examiner = Examiner(self.engines, self.truth, Plan(tests), tell, seed << 20)
+            self._asked_for = self._prompts(prompts)
+        except BaseException:
+            self.close()
+            raise
 
-    def done(self, prompts: Sequence[Text] | None) -> Certificate:
-        asked = self._prompts(prompts)
-        greedy = self._tokens(asked)
-        self._structured(asked)
-        self._laws(asked, greedy)
+    def __enter__(self) -> Certifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.system.close()
+
+    def run(self, seconds: float | None = SECONDS) -> None:
+        """Every check. ``seconds``: about; None: as long as it takes."""
+        self.budget, prompts = Budget(seconds), self._asked_for
+        greedy = self._tokens(prompts)
+        self._structured(prompts)
+        self._laws(prompts, greedy)
+
+    def result(self, *, stopped: bool = False) -> Certificate:
+        """The certificate. ``stopped``: checks are missing, as somebody did not want to wait."""
         examiner, plan = self.examiner, self.examiner.plan
         return Certificate(
             machine=machine(),
@@ -154,7 +181,8 @@ class _Work:
             checks=tuple(examiner.checks),
             controls=tuple(examiner.controls),
             skipped=tuple(self.skipped),
-            seconds=monotonic() - self.started,
+            seconds=self.budget.spent,
+            complete=not stopped,
         )
 
     # -- what is asked

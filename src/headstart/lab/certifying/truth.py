@@ -24,12 +24,13 @@ from ...machine.load.loading import Loaded
 from ...maths import noise
 from ...types import Mask, SamplingParams
 
-__all__ = ["Law", "Truth", "processed", "scores", "target_law", "truth_of"]
+__all__ = ["Law", "Truth", "clocks", "processed", "target_law", "truth_of"]
 
 Floats = NDArray[np.float64]
 
 EDGE = 2e-4  # relative
 USUAL = 16.0  # logits; what they are made of is rounded as if they were no smaller than this
+_PIECE = 1 << 14  # tokens
 _MARGIN = 64  # slots of the reference's own row, past the longest text
 _SPACINGS = {torch.bfloat16: (2.0**-8, 2.0), torch.float16: (2.0**-11, 4.0), torch.float32: (2.0**-24, 256.0)}
 
@@ -189,8 +190,10 @@ def target_law(x: Floats, params: SamplingParams) -> Law:
     return Law(left / left.sum(), p, float(floor))
 
 
-def scores(p: Floats, seed: int, position: int) -> Floats:
-    """Of the tokens in the race for the token at ``position`` (tokens that stand before it): the largest wins."""
+def clocks(size: int, seed: int, position: int, tokens: NDArray[np.int64]) -> Floats:
+    """The noise of some tokens at ``position`` (tokens that stand before it). p / noise is a token's score in the race
+    for that position, and the largest wins. A piece at a time, as torch wakes other threads for more: on a busy machine
+    those are waited for."""
     keys = noise.keys(noise.seeds([seed], "cpu"), torch.tensor([position]), 0, noise.COUPLED)
-    found: Floats = p / noise.exponential(keys, len(p))[0].numpy().astype(np.float64)
-    return found
+    pieces = [torch.from_numpy(tokens[i : i + _PIECE]) for i in range(0, len(tokens), _PIECE)]
+    return np.concatenate([noise.exponential_of(keys, piece, size)[0].numpy() for piece in pieces]).astype(np.float64)

@@ -19,6 +19,8 @@ def sentence(found: Certificate) -> str:
             f"It holds: all {held} checks found the target's own output, and the tests rejected every run that was "
             "wrong on purpose."
         )
+    if not found.complete:
+        return f"It certifies nothing: it was stopped behind {len(found.checks)} checks, of which {held} hold."
     return f"It does not hold: {held} of {len(found.checks)} checks hold."
 
 
