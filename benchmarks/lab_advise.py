@@ -58,7 +58,7 @@ def embedded(given: Namespace, report: Report) -> None:
     settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
     log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
     with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
-        adviser.run()
+        adviser.run(settings.seconds)
         advice = adviser.result()
         candidates = dict(adviser.candidates)
     log(advice.recommendation.sentence)
@@ -92,7 +92,7 @@ def measured_by_bench(
         plain = bencher.systems["plain"]
         for one in drafts:
             bencher.systems[one.name] = plain.sibling(one.draft, quiet, **one.settings)
-        bencher.run()
+        bencher.run(settings.seconds)
         found = bencher.result()
     return {way.name: way.speedup[ALL] for way in found.ways[1:]}
 
@@ -128,7 +128,7 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
             started = time.perf_counter()
             adviser = Adviser(options, [draft], None, settings, tell=quiet, prompts=lines, plain=plain, only=True)
             with adviser:
-                adviser.run()
+                adviser.run(settings.seconds)
                 advice = adviser.result()
             log(f"  {time.perf_counter() - started:.0f} s")
             new = cells(advice, kind, alpha, about, given.batches)

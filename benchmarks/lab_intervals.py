@@ -29,7 +29,7 @@ def measured(settings: BenchSettings, draft: str, per_task: int) -> list[Block]:
     """The blocks of one bench, from opening to closing."""
     texts = choose(shipped(), per_task)
     with Bencher(SystemOptions(draft=draft, max_model_len=1024), texts, settings) as bencher:
-        bencher.run()
+        bencher.run(settings.seconds)
         return bencher.pairs(list(bencher.systems)[1])
 
 

@@ -90,16 +90,31 @@ def test_profile_shows_tables(here: Path, tiny_folder: str) -> None:
         (("profile", "--rows", "0"), "rows must be at least 1"),
         (("profile", "--context", "0"), "context must be at least 1"),
         (("profile", "--model", "no/such/folder"), "no/such/folder"),
+        (("advise", "--prompts", "missing.txt"), "prompts cannot be read: No such file or directory (missing.txt)"),
+        (
+            ("advise", "--prompts", "keys.jsonl"),
+            "keys.jsonl, line 1, must be a JSON object with one of 'prompt', 'messages' and 'turns'",
+        ),
+        (("advise", "--gamma", "3"), "gamma is not for this command"),
+        (("advise", "--out", "empty.txt"), "out must be a folder, and"),
+        (("certify", "--prompts", "empty.txt"), "prompts hold nothing: empty.txt is empty"),
+        (("certify", "--gamma", "0"), "there is nothing to certify"),
+        (("certify", "--out", "empty.txt"), "out must be a folder, and"),
+        (("whatif", "--shape", "gpt-9"), "shape must be one of llama-3-8b, mistral-7b"),
+        (("whatif", "--alpha", "2"), "alpha must be between 0 and 1"),
+        (("whatif", "--out", "empty.txt"), "out must be a folder, and"),
+        (("doctor", "--out", "empty.txt"), "out must be a folder, and"),
     ],
 )
 def test_mistakes_are_one_sentence(here: Path, arguments: tuple[str, ...], said: str) -> None:
     (here / "empty.txt").write_text("\n")
+    (here / "keys.jsonl").write_text('{"text": "hello"}\n')
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("error:"))
     assert said in line
     assert not result.stdout
-    assert sorted(path.name for path in here.iterdir()) == ["empty.txt"], "nothing is left"
+    assert sorted(path.name for path in here.iterdir()) == ["empty.txt", "keys.jsonl"], "nothing is left"
 
 
 def test_a_draft_with_another_tokenizer_is_one_sentence(here: Path, tiny_folder: str) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 from headstart.errors import InvalidParameter
-from headstart.lab import advise, page_of
+from headstart.lab import advise, advising, page_of
 from headstart.lab import candidates as room
-from headstart.lab.advice_record import AdviseSettings, Outlook
+from headstart.lab.advice_record import COLUMNS, AdviseSettings, Outlook
+from headstart.lab.advising import Adviser
 from headstart.lab.candidates import Candidate, candidates
 from headstart.lab.catalogue import families, known_drafts
 from headstart.lab.predict import Prediction
@@ -69,6 +73,25 @@ def test_without_candidates_the_catalogue_proposes() -> None:
     assert [one.name for one in found] == ["lookup"], "nothing else lies on this machine"
     assert any("Llama-3.2-1B-Instruct" in line for line in proposals)
     assert any("EAGLE3" in line and "cannot load" in line for line in proposals)
+
+
+def test_a_proposal_is_verified_by_a_tokenizer_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two drafts only the tokenizers lie in the hub's cache: one is the target's, the other is not."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for size, tokenizer in (("0.5", tiny_tokenizer()), ("1.5", tiny_tokenizer(shuffle=4))):
+        folder = tmp_path / f"models--Qwen--Qwen2.5-{size}B-Instruct"
+        tokenizer.save_pretrained(folder / "snapshots" / "abc")
+        (folder / "snapshots" / "abc" / "config.json").write_text('{"model_type": "qwen2"}')
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc")
+    found, proposals = candidates("Qwen/Qwen2.5-7B-Instruct", None, device="cpu", tokenizer=tiny_tokenizer())
+    assert [one.name for one in found] == ["lookup"], "without weights there is nothing to measure"
+    same, other, *rest = proposals
+    assert "0.5B-Instruct" in same
+    assert same.endswith("the tokenizers are the same")
+    assert "not for this target, though the catalogue says so: they use different tokenizers: token 3" in other
+    assert rest
+    assert all("unverified" in line for line in rest)
 
 
 def test_the_shipped_head_is_a_candidate_of_the_embedded_model() -> None:
@@ -179,29 +202,56 @@ def test_settings_are_checked() -> None:
 def test_advice_on_tiny_models() -> None:
     target, draft = (tiny_model("llama", max_position_embeddings=512) for _ in "td")
     other = tiny_model("llama", max_position_embeddings=64)  # too short a context: refused in a sentence
-    texts = [Text("<b>task</b>", (f"the {i} quick brown foxes {i * 7}",)) for i in range(6)]
+    texts = [Text("<b>task</b>", (f"the {i} quick brown foxes {i * 7}",)) for i in range(4)]
     found = advise(
         SystemOptions(
             model=target, tokenizer=tiny_tokenizer(), quantization=None, draft_quantization=None, check=False
         ),
         [draft, other],
         texts,
-        AdviseSettings(rows=(1, 2), temperatures=(0.0, 1.0), gammas=(2,), tokens=16, ignore_eos=True, seconds=1.5),
+        AdviseSettings(
+            rows=(2,), temperatures=(0.0, 1.0), gammas=(2,), tokens=12, ignore_eos=True, confirm=1, seconds=0.5
+        ),
         max_model_len=256,
-        quantization=None,
-        draft_quantization=None,
     )
-    by_name = {one.name: one for one in found.outlooks}
-    assert by_name["lookup"].predictions
-    good = found.outlooks[1]
+    copies, good, refused = found.outlooks
+    assert copies.name == "lookup"
     assert good.acceptance["0"][0] == 1.0, "the draft is the target"
-    assert good.prediction(1, 0.0) is not None
-    assert good.prediction(2, 1.0) is not None
-    assert good.measured or by_name["lookup"].measured, "something was run"
-    assert (
-        any(one.refused is not None and "context" in one.refused for one in found.outlooks) or len(found.outlooks) == 2
-    )
+    for outlook in (copies, good):
+        for temperature in (0.0, 1.0):
+            predicted = outlook.prediction(2, temperature)
+            assert predicted is not None
+            assert predicted.speedup.mid > 0
+    assert "context" in str(refused.refused)
+    assert len({name for name in (copies, good) if name.measured}) >= 1, "something was run"
+    assert good.row(2, 0.0)[:2] == (good.name, "100%")
+    assert len(good.row(2, 0.0)) == len(COLUMNS)
     json.dumps(found.to_json())
     page = page_of(found)
     assert "<b>task</b>" not in page
     assert found.recommendation.sentence[:20] in page
+
+
+def test_ctrl_c_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first candidate, and in the middle of confirming."""
+    options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
+    texts = [Text("any", (f"the {i} quick brown foxes {i * 7}",)) for i in range(4)]
+    settings = AdviseSettings(gammas=(), tokens=8, ignore_eos=True, confirm=1)
+    with Adviser(options.changed(max_model_len=128), [], texts, settings) as adviser:
+        assert not adviser.begun
+        run, left = advising.in_turn, [3]
+
+        def interrupted(runs: Any) -> Any:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return run(runs)
+
+        monkeypatch.setattr(advising, "in_turn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            adviser.run(30)
+        assert adviser.begun
+        found = adviser.result(stopped=True)
+    (copies,) = found.outlooks
+    assert copies.measured[1, 0.0].blocks == 2, "the first run is not counted"
+    assert found.notes == ("it was stopped (Ctrl-C) before its time was over",)

@@ -66,7 +66,7 @@ def test_speed_up_is_plain_time_over_its_time(options: SystemOptions, monkeypatc
                 clock[0] += 3
 
             system.listen(count)
-        bencher.run()
+        bencher.run(bencher.settings.seconds)
         found = bencher.result()
     of = found.ways[1].figures[ALL]
     assert found.speedup.value == pytest.approx(of.tau)
@@ -90,7 +90,7 @@ def test_several_rows_and_drawn_tokens(options: SystemOptions) -> None:
 
 def test_the_second_turn_of_a_conversation_sees_the_first_answer(options: SystemOptions) -> None:
     with Bencher(options, [Text("chat", ("One?", "Two?"))], settings(turns=1)) as bencher:
-        bencher.run()
+        bencher.run(bencher.settings.seconds)
         assert bencher.blocks == 2
         first, second = bencher._units
         said = bencher._answers[first.group, 0][0]
@@ -134,7 +134,7 @@ def test_stopped_in_the_middle_nothing_is_half(options: SystemOptions, monkeypat
 
         monkeypatch.setattr(Bencher, "_block", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            bencher.run()
+            bencher.run(bencher.settings.seconds)
         found = bencher.result(stopped=True)
     assert found.blocks == 4
     assert len({way.figures[ALL].answers for way in found.ways}) == 1, "every way has as many answers"

@@ -133,6 +133,26 @@ def test_rounds_by_hand() -> None:
     assert found.gammas == {3: 1, 2: 1}
 
 
+def test_a_round_that_is_not_launched_ahead_waits_for_the_host() -> None:
+    """On a device: the first, and those from when a row may be near its end until it has left."""
+    waiting = replace(FLAT, gap=0.5)
+    costs = RoundCosts({1: waiting, 4: waiting}, lengths=(0, 3), buckets=(1, 2, 4))
+    good, bad = simple("1" * 17), simple("0" * 9)
+    other = replace(bad[0], task="bad")
+    guesses = ByAgreement({good[0]: good[1], other: bad[1]}, None)
+    found = replay([good[0]], guesses, FixedController(3), costs, rows=1)
+    assert found.rounds == 4
+    # A round of four tokens: 1.15 and 0.35 for its draft. The first waits; the last was launched while 8 were left.
+    assert found.seconds == pytest.approx(4 * 1.5 + 0.5)
+    both = replay([good[0], other], guesses, FixedController(3), costs, rows=2)
+    # The other one writes 8 tokens in 8 rounds, and may end in any of the last four; behind the fourth round the good
+    # one has left.
+    assert both.rounds == 8
+    assert both.seconds == pytest.approx(8 * 1.5 + 0.5 * (1 + 4))
+    plain = replay([good[0]], None, None, RoundCosts({1: waiting}, buckets=(1,)), rows=1)
+    assert plain.seconds == pytest.approx(16 + 0.5)
+
+
 def test_plain_rounds_cost_plain_rounds() -> None:
     text, _ = simple("1" * 9)
     found = replay([text] * 3, None, None, COSTS, rows=2)

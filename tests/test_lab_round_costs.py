@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from statistics import median
+from time import sleep
+from typing import Any
 
 import pytest
 
+from headstart.config import EngineConfig
 from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import FixedController, GreedyAndSampled
+from headstart.drafters.model import ModelDrafter
+from headstart.engine.captured import CapturedRounds
+from headstart.engine.engine import Engine
 from headstart.errors import InvalidParameter
-from headstart.lab.round_costs import Filler, RoundCosts, RowCosts, measure_rounds, with_widths
+from headstart.lab.round_costs import Filler, RoundCosts, RowCosts, _Blocks, measure_rounds, with_widths
 from headstart.lab.system import System
 from headstart.lab.what_if import WhatIfSettings, supposed_texts
-from headstart.testing import tiny_model
+from headstart.machine.runner import EagerRunner
+from headstart.testing import TINY_VOCABULARY, tiny_model
+from headstart.types import Round
 
 ONE = RowCosts(((1, 1.0, 3), (3, 1.4, 3), (5, 1.6, 3)), start=0.1, step=0.2)
 EIGHT = RowCosts(((1, 2.0, 3), (5, 4.0, 3)), start=0.2, step=0.3)
@@ -91,3 +102,54 @@ def test_what_cannot_be_supposed_is_refused() -> None:
     for wrong in ({"shape": "gpt-9"}, {"draft": "gpt-9"}, {"alphas": (1.5,)}, {"rows": ()}):
         with pytest.raises(InvalidParameter):
             WhatIfSettings(**wrong)  # type: ignore[arg-type]
+
+
+class Captured:
+    """As much of a ``System`` as a sweep needs, whose engine plays captured rounds on this CPU."""
+
+    max_len = 96
+
+    def __init__(self, gamma: int, rows: int) -> None:
+        target, runner = (
+            EagerRunner(tiny_model("llama", seed=seed), rows=rows, max_len=96, margin=40) for seed in (0, 1)
+        )
+        drafter = ModelDrafter(runner, vocab_size=TINY_VOCABULARY, width=TINY_VOCABULARY)
+        rounds = CapturedRounds(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma))
+        rounds.warm_up()
+        controller = GreedyAndSampled(FixedController(gamma), FixedController(gamma))
+        config = EngineConfig(max_rows=rows)
+        self.engine = Engine(
+            target, drafter, controller, config, vocab_size=TINY_VOCABULARY, eos=(2,), captured=rounds, max_gamma=gamma
+        )
+
+    def cold(self) -> None:
+        self.engine.cold()
+
+    def listen(self, rounds: Callable[[list[Round]], object]) -> ExitStack:
+        return self.engine.listen(rounds)
+
+
+def test_captured_rounds_that_wait_for_the_host_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    system: Any = Captured(2, 3)
+    captured = system.engine.parts.captured
+    advanced = captured._state.advanced
+
+    def slow_host(*arguments: Any) -> None:
+        if not captured.in_flight:  # the device has nothing to do meanwhile
+            sleep(0.02)
+        advanced(*arguments)
+
+    monkeypatch.setattr(captured._state, "advanced", slow_host)
+    blocks = _Blocks(system, [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14]])
+    blocks.begin()
+    blocks.wait_for_host(2)
+    blocks.end()
+    assert len(blocks.gaps) >= 4
+    assert median(blocks.gaps) > 0.015
+    assert system.engine.idle
+
+
+def test_numbers_of_rows_that_were_not_captured_run_as_the_next_larger_one() -> None:
+    costs = replace(COSTS, buckets=(1, 2, 4, 8))
+    assert costs.forward(5, 1) == costs.forward(8, 1) == 2.0
+    assert costs.forward(3, 1) == COSTS.forward(4, 1)

@@ -5,19 +5,19 @@ Knows: the options and the tables. Does not know: how anything is measured or pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from ..errors import InvalidParameter
-from .lab import ReportOptions, TextOptions, interrupted, measuring, seconds_left, section, system_options
+from .lab import ReportOptions, TextOptions, measure, measuring, section, system_options
 from .options import ModelOptions
 from .screen import show_table
 
 if TYPE_CHECKING:
-    from ..lab.advice_record import Advice, AdviseSettings, Outlook
+    from ..lab.advice_record import Advice, AdviseSettings
 
 __all__ = ["advise"]
 
@@ -83,24 +83,19 @@ def advise(
         given = [*(options.candidates or ()), *(drafts or ()), *([model.draft] if model.draft != "auto" else [])]
         settings, asked = options.settings(), texts.read()
         with Adviser(system_options(model, draft=None), given or None, asked, settings, tell=tell) as adviser:
-            adviser.settings = replace(settings, seconds=seconds_left(time))
-            stopped = interrupted(adviser.run, lambda: any(one.predictions for one in adviser.outlooks.values()))
-            found = adviser.result(stopped=stopped)
-        tell("")
-        report.finish(found, lambda console: show(console, found))
-    if stopped:
-        raise KeyboardInterrupt
+            measure(adviser, time, report, tell, show)
 
 
 def show(console: Console, found: Advice) -> None:
     """The candidates as a table, what holds them back, and the recommendation."""
+    from ..lab.advice_record import COLUMNS
+
     rows, temperatures = found.settings["rows"], found.settings["temperatures"]
     for count in rows:
         for temperature in temperatures:
             where = f"{count} row{'s' * (count > 1)}, temperature {temperature:g}"
-            lines = [_line(outlook, count, temperature) for outlook in found.outlooks if outlook.refused is None]
-            columns = ("draft", "first guess", "tau", "predicted", "90%", "best gamma", "measured", "90%")
-            show_table(console, f"Speed-up over plain decoding: {where}", columns, lines)
+            lines = [outlook.row(count, temperature) for outlook in found.outlooks if outlook.refused is None]
+            show_table(console, f"Speed-up over plain decoding: {where}", COLUMNS, lines)
     for outlook in found.outlooks:
         if outlook.refused is not None:
             console.print(f"{outlook.name}: not measured: {outlook.refused}", markup=False)
@@ -119,21 +114,3 @@ def show(console: Console, found: Advice) -> None:
     console.print(f"  {best.command}\n", markup=False, soft_wrap=True)
     for line in best.python.splitlines():
         console.print(f"  {line}", markup=False, soft_wrap=True)
-
-
-def _line(outlook: Outlook, rows: int, temperature: float) -> tuple[str, ...]:
-    auto, ratio = outlook.prediction(rows, temperature), outlook.measured.get((rows, temperature))
-    first = outlook.acceptance.get(f"{temperature:g}")
-    fixed = [p for p in outlook.predictions if (p.rows, p.temperature) == (rows, temperature) and p.gamma != "auto"]
-    best = max(fixed, key=lambda p: p.speedup.mid, default=None)
-    sure = ratio.others or ratio.interval if ratio is not None else None
-    return (
-        outlook.name,
-        f"{first[0]:.0%}" if first else "-",
-        f"{auto.tau:.2f}" if auto is not None else "-",
-        f"{auto.speedup.mid:.2f}x" if auto is not None else "-",
-        f"{auto.speedup.low:.2f} to {auto.speedup.high:.2f}" if auto is not None else "-",
-        f"{best.gamma} ({best.speedup.mid:.2f}x)" if best is not None else "-",
-        f"{ratio.value:.2f}x" if ratio is not None else "-",
-        f"{sure.low:.2f} to {sure.high:.2f}" if sure is not None else "-",
-    )

@@ -5,12 +5,12 @@ Knows: the options and the tables. Does not know: how it is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from .lab import ReportOptions, Rows, TextOptions, interrupted, measuring, seconds_left, section, system_options
+from .lab import ReportOptions, Rows, TextOptions, measure, measuring, section, system_options
 from .options import ModelOptions, Temperature
 from .screen import show_table
 
@@ -81,13 +81,7 @@ def bench(*, model: ModelOptions, options: BenchOptions, texts: TextOptions, rep
 
         settings, asked = options.settings(), texts.read()
         with Bencher(system_options(model, max_rows=options.rows), asked, settings, tell=tell) as bencher:
-            bencher.settings = replace(settings, seconds=seconds_left(time))
-            stopped = interrupted(bencher.run, lambda: bencher.blocks)
-            found = bencher.result(stopped=stopped)
-        tell("")
-        report.finish(found, lambda console: show(console, found))
-    if stopped:
-        raise KeyboardInterrupt
+            measure(bencher, time, report, tell, show)
 
 
 def show(console: Console, found: Bench) -> None:

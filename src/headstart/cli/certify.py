@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from .exits import NOT_WELL
-from .lab import Prompts, ReportOptions, interrupted, measuring, seconds_left, system_options
+from .lab import Prompts, ReportOptions, measure, measuring, system_options
 from .options import ModelOptions, section
 from .screen import show_table
 
@@ -45,12 +45,7 @@ def certify(
 
         texts = read_texts(prompts) if prompts is not None else None
         with Certifier(options, texts, thorough=report.thorough, seed=seed, tell=tell) as certifier:
-            stopped = interrupted(lambda: certifier.run(seconds_left(time)), lambda: certifier.examiner.checks)
-            found = certifier.result(stopped=stopped)
-        tell("")
-        report.finish(found, lambda console: _show(console, found))
-    if stopped:
-        raise KeyboardInterrupt
+            found = measure(certifier, time, report, tell, _show)
     if not found.holds:
         raise typer.Exit(NOT_WELL)
 

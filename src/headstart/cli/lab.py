@@ -9,7 +9,7 @@ import json as json_module
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -20,21 +20,11 @@ from .options import ModelOptions, _gamma, section
 from .screen import note, output
 
 if TYPE_CHECKING:
-    from ..lab.report.store import Record
+    from ..lab.record import Record
     from ..lab.system import SystemOptions
     from ..lab.texts import Text
 
-__all__ = [
-    "Prompts",
-    "ReportOptions",
-    "Rows",
-    "TextOptions",
-    "interrupted",
-    "measuring",
-    "seconds_left",
-    "section",
-    "system_options",
-]
+__all__ = ["Prompts", "ReportOptions", "Rows", "TextOptions", "measure", "measuring", "section", "system_options"]
 
 _report, _texts, _size = map(section, ("Report", "Prompts", "Size"))
 
@@ -129,21 +119,41 @@ class TextOptions:
         return choose(found, self.per_task, self.tasks)
 
 
-def seconds_left(time: Budget) -> float | None:
-    """For measuring, now that everything is loaded; None: no limit."""
-    return None if time.seconds is None else max(LEAST * time.seconds, time.left - REPORT)
+R_co = TypeVar("R_co", bound="Record", covariant=True)
 
 
-def interrupted(measure: Callable[[], None], begun: Callable[[], object]) -> bool:
-    """Measure. True: Ctrl-C came first, and ``begun`` says that there is something to tell by then."""
+class Measurer(Protocol[R_co]):
+    """A measurement that is loaded and has not begun: what the commands have in common."""
+
+    def run(self, seconds: float | None, /) -> None:
+        """Measure for about so long; None: no limit. May be interrupted."""
+
+    @property
+    def begun(self) -> bool:
+        """There is something to tell by now."""
+
+    def result(self, *, stopped: bool) -> R_co:
+        """What there is by now."""
+
+
+def measure(
+    measurer: Measurer[R_co], time: Budget, report: ReportOptions, tell: Tell, show: Callable[[Console, R_co], None]
+) -> R_co:
+    """Measure in what is left of the time, and report. Ctrl-C reports what there is by then, and then has its way."""
+    stopped = False
     try:
-        measure()
+        measurer.run(None if time.seconds is None else max(LEAST * time.seconds, time.left - REPORT))
     except KeyboardInterrupt:
-        if not begun():
+        if not measurer.begun:
             note("  nothing was measured yet: there is no report")
             raise
-        return True
-    return False
+        stopped = True
+    found = measurer.result(stopped=stopped)
+    tell("")
+    report.finish(found, lambda console: show(console, found))
+    if stopped:
+        raise KeyboardInterrupt
+    return found
 
 
 def system_options(model: ModelOptions, **settings: Any) -> SystemOptions:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from ..errors import InvalidParameter
-from .lab import ReportOptions, interrupted, measuring, seconds_left, section, system_options
+from .lab import ReportOptions, measure, measuring, section, system_options
 from .options import ModelOptions
 from .screen import show_table
 
@@ -44,12 +44,7 @@ def profile(*, model: ModelOptions, rows: MostRows = 8, contexts: Contexts = Non
 
         options = system_options(model)
         with Profiler(options, rows, contexts or CONTEXTS, tell=tell) as profiler:
-            stopped = interrupted(lambda: profiler.run(seconds_left(time)), lambda: profiler.costs)
-            found = profiler.result(stopped=stopped)
-        tell("")
-        report.finish(found, lambda console: show(console, found))
-    if stopped:
-        raise KeyboardInterrupt
+            measure(profiler, time, report, tell, show)
 
 
 def show(console: Console, found: Profile) -> None:

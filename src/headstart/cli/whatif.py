@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from .lab import ReportOptions, interrupted, measuring, seconds_left, section
+from .lab import ReportOptions, measure, measuring, section
 from .options import ModelOptions, Verbose
 from .screen import show_table
 
@@ -83,12 +83,7 @@ def whatif(*, options: WhatIfOptions, report: ReportOptions) -> None:
             draft_quantization=None if options.draft_quantization == "none" else options.draft_quantization,
         )
         with Supposer(options.settings(), system, tell=tell) as supposer:
-            stopped = interrupted(lambda: supposer.run(seconds_left(time)), lambda: supposer.cases)
-            found = supposer.result(stopped=stopped)
-        tell("")
-        report.finish(found, lambda console: show(console, found))
-    if stopped:
-        raise KeyboardInterrupt
+            measure(supposer, time, report, tell, show)
 
 
 def show(console: Console, found: WhatIf) -> None:

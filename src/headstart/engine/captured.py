@@ -111,6 +111,11 @@ class CapturedRounds:
         return self._drafter is not None
 
     @property
+    def buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that are captured: others run as the next larger one."""
+        return self._buckets
+
+    @property
     def captured_programs(self) -> int:
         return len(self._captured)
 

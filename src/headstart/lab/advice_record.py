@@ -11,13 +11,15 @@ from typing import Any
 
 from ..errors import InvalidParameter
 from .predict import Gamma, Prediction
+from .record import Record
 from .statistics import Interval, Ratio
 from .symptoms import Symptom
 
-__all__ = ["SECONDS", "Advice", "AdviseSettings", "Outlook", "Recommendation"]
+__all__ = ["COLUMNS", "SECONDS", "Advice", "AdviseSettings", "Outlook", "Recommendation"]
 
 SECONDS = 80.0  # that measuring takes unless another time is given
 GAMMAS: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
+COLUMNS = ("draft", "first guess", "tau", "predicted", "90%", "best gamma", "measured", "90%", "off")  # Outlook.row
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,25 @@ class Outlook:
         found = self.prediction(rows, temperature)
         return found.speedup if found is not None else None
 
+    def row(self, rows: int, temperature: float) -> tuple[str, ...]:
+        """A line of a table; ``COLUMNS`` names its columns."""
+        auto, ratio = self.prediction(rows, temperature), self.measured.get((rows, temperature))
+        first = self.acceptance.get(f"{temperature:g}")
+        fixed = [p for p in self.predictions if (p.rows, p.temperature) == (rows, temperature) and p.gamma != "auto"]
+        best = max(fixed, key=lambda p: p.speedup.mid, default=None)
+        sure = ratio.others or ratio.interval if ratio is not None else None
+        return (
+            self.name,
+            f"{first[0]:.0%}" if first else "-",
+            f"{auto.tau:.2f}" if auto is not None else "-",
+            f"{auto.speedup.mid:.2f}x" if auto is not None else "-",
+            f"{auto.speedup.low:.2f} to {auto.speedup.high:.2f}" if auto is not None else "-",
+            f"{best.gamma} ({best.speedup.mid:.2f}x)" if best is not None else "-",
+            f"{ratio.value:.2f}x" if ratio is not None else "-",
+            f"{sure.low:.2f} to {sure.high:.2f}" if sure is not None else "-",
+            f"{auto.speedup.mid / ratio.value - 1:+.0%}" if auto is not None and ratio is not None else "-",
+        )
+
     def to_json(self) -> dict[str, Any]:
         measured = [
             {"rows": rows, "temperature": temperature} | ratio.to_json()
@@ -112,11 +133,11 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(Record):
     """What ``advise`` found."""
 
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    kind = "advise"
+
     about: Mapping[str, Any]  # the target
     outlooks: tuple[Outlook, ...]
     recommendation: Recommendation
@@ -127,10 +148,8 @@ class Advice:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
-    kind = "advise"
-
-    def to_json(self) -> dict[str, Any]:
-        results = {
+    def results(self) -> dict[str, Any]:
+        return {
             "target": dict(self.about),
             "recommendation": self.recommendation.to_json(),
             "candidates": [outlook.to_json() for outlook in self.outlooks],
@@ -141,4 +160,3 @@ class Advice:
             "seconds": self.seconds,
             "notes": list(self.notes),
         }
-        return {"machine": dict(self.machine), "settings": dict(self.settings), "results": results}

@@ -18,7 +18,7 @@ from typing import Any
 from ..config import Config
 from ..errors import HeadstartError, InvalidParameter
 from ..types import SamplingParams, Tell, silent
-from .advice_record import Advice, AdviseSettings, Outlook
+from .advice_record import SECONDS, Advice, AdviseSettings, Outlook
 from .agreement import Written
 from .budget import Budget
 from .candidates import Candidate, candidates, checked
@@ -60,7 +60,7 @@ def advise(
     settings = replace(settings or AdviseSettings(), **{k: v for k, v in more.items() if k in names})
     options = (options or SystemOptions()).changed(**{k: v for k, v in more.items() if k not in names})
     with Adviser(options, given, texts, settings, tell=tell or silent) as adviser:
-        adviser.run()
+        adviser.run(settings.seconds)
         return adviser.result()
 
 
@@ -115,9 +115,9 @@ class Adviser:
                 system.close()
         self.open.clear()
 
-    def run(self) -> None:
-        """All of it, within the time."""
-        budget = Budget(self.settings.seconds)
+    def run(self, seconds: float | None = SECONDS) -> None:
+        """All of it, within the time; None: no limit."""
+        budget = Budget(seconds)
         try:
             self._run(budget)
         finally:
@@ -126,7 +126,11 @@ class Adviser:
     def _run(self, budget: Budget) -> None:
         device = self.plain.device.type
         asked, self._proposals = candidates(
-            self._options.model, self._given, device=device, quantization=self._options.draft_quantization
+            self._options.model,
+            self._given,
+            device=device,
+            quantization=self._options.draft_quantization,
+            tokenizer=self.plain.target.tokenizer,
         )
         self._asked = [one for one in asked if one.draft in (self._given or ())] if self._only else asked
         self._split()
@@ -317,6 +321,10 @@ class Adviser:
                     blocks[name].append(Block(number, *runs[PLAIN].decoding, *runs[name].decoding))
 
     # -- what comes of it
+
+    @property
+    def begun(self) -> bool:
+        return any(outlook.predictions for outlook in self.outlooks.values())
 
     def result(self, *, stopped: bool = False) -> Advice:
         """What is known by now; something must be. ``stopped``: somebody did not want to wait."""

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import InvalidParameter
 from ..types import SamplingParams
 from .figures import Figures
+from .record import Record
 from .statistics import Ratio
 
 __all__ = ["ALL", "PLAIN", "SECONDS", "Bench", "BenchSettings", "Way"]
@@ -85,19 +86,17 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Record):
     """What ``bench`` found. The first way is plain decoding, the second the draft that was asked for."""
 
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    kind = "bench"
+
     ways: tuple[Way, ...]
     prompts: Mapping[str, int]  # by task
     blocks: int  # how often a prompt was measured, or prompts together
     turns: float  # how often each of them was, on average
     seconds: float  # that measuring took
     notes: tuple[str, ...] = ()
-
-    kind = "bench"
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -108,8 +107,8 @@ class Bench:
         """Of the draft that was asked for, over all prompts; None where nothing drafts."""
         return self.ways[1].speedup.get(ALL) if len(self.ways) > 1 else None
 
-    def to_json(self) -> dict[str, Any]:
-        results = {
+    def results(self) -> dict[str, Any]:
+        return {
             "prompts": dict(self.prompts),
             "blocks": self.blocks,
             "turns": self.turns,
@@ -117,4 +116,3 @@ class Bench:
             "notes": list(self.notes),
             "ways": [way.to_json() for way in self.ways],
         }
-        return {"machine": dict(self.machine), "settings": dict(self.settings), "results": results}

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import HeadstartError, InvalidParameter
 from ..types import Tell, silent
-from .bench_record import ALL, PLAIN, Bench, BenchSettings, Way
+from .bench_record import ALL, PLAIN, SECONDS, Bench, BenchSettings, Way
 from .budget import Budget
 from .figures import Measured, figures
 from .machine_facts import machine
@@ -52,7 +52,7 @@ def bench(
     settings = replace(settings or BenchSettings(), **{k: v for k, v in given.items() if k in names})
     options = (options or SystemOptions()).changed(**{k: v for k, v in given.items() if k not in names})
     with Bencher(options, texts, settings, tell=tell or silent) as bencher:
-        bencher.run()
+        bencher.run(settings.seconds)
         return bencher.result()
 
 
@@ -137,9 +137,8 @@ class Bencher:
 
     # -- measuring
 
-    def run(self) -> None:
-        """Measure until the time is over or every prompt was measured often enough."""
-        limit = self.settings.seconds
+    def run(self, limit: float | None = SECONDS) -> None:
+        """Measure until the seconds are over (None: no limit) or every prompt was measured often enough."""
         self._prepare()
         budget = Budget(limit)
         turns = self.settings.turns or (THOROUGH_TURNS if limit is None else MOST_TURNS)
@@ -217,6 +216,10 @@ class Bencher:
             self._measured.setdefault(name, []).append((unit, each))
 
     # -- what there is
+
+    @property
+    def begun(self) -> bool:
+        return self.blocks > 0
 
     @property
     def blocks(self) -> int:

@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ..drafters.base import Drafter, registered_drafters
+from ..errors import HeadstartError
 from ..machine.head import head_folder
 from ..machine.load.embedded import embedded_draft, is_embedded
 from ..machine.load.faults import local_path
 from ..machine.load.hub import Remote, snapshot
-from ..machine.load.loading import Capability
-from .catalogue import known_drafts
+from ..machine.load.loading import Capability, fetch_tokenizer, tokenizers_differ
+from .catalogue import Known, known_drafts
 from .system import System
 
 __all__ = ["Candidate", "candidates", "checked", "named"]
@@ -60,13 +63,14 @@ def candidates(
     *,
     device: str,
     quantization: str | None = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
     remote: Remote | None = None,
 ) -> tuple[list[Candidate], list[str]]:
     """The drafts to measure for a target, and what else might be worth a download.
 
     ``given``: what the user named; None: the catalogue is asked, and what of it lies on this machine is measured.
     ``device``: "cpu" or "cuda". ``quantization``: of drafts; "auto": what there is for the device, each kind a
-    candidate of its own.
+    candidate of its own. ``tokenizer``: the target's, to compare with those of proposals that are here.
     """
     found = [Candidate(name, "drafter", name) for name in registered_drafters()]
     if (model is None or is_embedded(model)) and embedded_draft() is not None:
@@ -81,7 +85,7 @@ def candidates(
             if entry.loadable and here is not None:
                 given = [*given, entry.draft]
             else:
-                proposals.append(entry.sentence)
+                proposals.append(_compared(entry, tokenizer, remote).sentence)
     for draft in given:
         found += _variants(draft, device, quantization)
     unique: dict[tuple[object, str], Candidate] = {}
@@ -103,9 +107,23 @@ def _here(name: str, remote: Remote | None) -> Path | None:
     if local is not None:
         return local
     try:
-        return snapshot(name, replace(remote or Remote(), local_files_only=True))
+        found = snapshot(name, replace(remote or Remote(), local_files_only=True))
     except (OSError, ValueError):
         return None
+    weights = found is not None and any(file.suffix in (".safetensors", ".bin") for file in found.iterdir())
+    return found if weights else None  # of some models only the tokenizer was fetched
+
+
+def _compared(entry: Known, tokenizer: PreTrainedTokenizerBase | None, remote: Remote | None) -> Known:
+    """What the catalogue says of a draft, held against its tokenizer where that lies here."""
+    try:
+        other = fetch_tokenizer(entry.draft, replace(remote or Remote(), local_files_only=True))
+    except HeadstartError:
+        return entry
+    if tokenizer is None or other is None or entry.kind != "model":
+        return entry
+    differs = tokenizers_differ(tokenizer, other)
+    return replace(entry, verified=differs is None, differs=differs)
 
 
 def _variants(draft: Any, device: str, quantization: str | None) -> list[Candidate]:

@@ -3,8 +3,8 @@
 Knows: the catalogue that ships (``data/catalogue.json``). Does not know: what a draft is worth, or what lies on this
 machine. Nothing is fetched.
 
-An entry is unverified until two tokenizers were compared. A wrong one does no harm: tokenizers are compared whenever a
-draft is loaded, and one that differs is refused.
+An entry is unverified until two tokenizers were compared, which ``candidates`` does where both lie on this machine. A
+wrong one does no harm: tokenizers are compared whenever a draft is loaded, and one that differs is refused.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ class Known:
     loadable: bool = True  # by this version
     verified: bool = False
     note: str = ""
+    differs: str | None = None  # in its tokenizer, as was found here: it cannot draft for this target
 
     @property
     def sentence(self) -> str:
         """For people, who may want to download it."""
-        sure = "" if self.verified else "; unverified: compare the tokenizers, or just try it"
+        if self.differs is not None:
+            return f"{self.draft} ({self.kind}): not for this target, though the catalogue says so: {self.differs}"
+        sure = (
+            "; the tokenizers are the same" if self.verified else "; unverified: no tokenizer of it is here to compare"
+        )
         if not self.loadable:
             return f"{self.draft} ({self.kind}): published for {self.target}, but this version cannot load it{sure}"
         return f"{self.draft} ({self.kind}): {self.note or 'said to share the tokenizer'}{sure}"

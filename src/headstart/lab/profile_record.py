@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..maths.cost import CostModel
+from .record import Record
 
 __all__ = ["ALPHAS", "FASTER", "Costs", "Memory", "Profile"]
 
@@ -120,11 +121,11 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Record):
     """What ``profile`` found. The first of ``costs`` is one row with a short context."""
 
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    kind = "profile"
+
     about: Mapping[str, Any]  # what runs
     costs: tuple[Costs, ...]
     memory: Memory
@@ -134,14 +135,12 @@ class Profile:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    kind = "profile"
-
     def at(self, rows: int, context: int) -> Costs:
         """The costs that were measured nearest to this."""
         return min(self.costs, key=lambda c: (abs(c.rows - rows), abs(c.context - context)))
 
-    def to_json(self) -> dict[str, Any]:
-        results = {
+    def results(self) -> dict[str, Any]:
+        return {
             "about": dict(self.about),
             "drafting_is_free": self.free,
             "costs": [each.to_json(self.most) for each in self.costs],
@@ -150,4 +149,3 @@ class Profile:
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
-        return {"machine": dict(self.machine), "settings": dict(self.settings), "results": results}

@@ -173,6 +173,10 @@ class Profiler:
 
     # -- what there is
 
+    @property
+    def begun(self) -> bool:
+        return bool(self.costs)
+
     def result(self, *, stopped: bool = False) -> Profile:
         """What is measured by now; the first size must be."""
         system = self.systems.get(DRAFT, self.systems[PLAIN])

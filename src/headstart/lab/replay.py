@@ -264,6 +264,7 @@ class _Batch:
     ) -> None:
         self.views, self.guesses, self.controller, self.costs, self.out = views, guesses, controller, costs, out
         self.flight: int | None = None  # the draft length of the round that a device was given ahead
+        self.waits = False  # was the round that is played not launched ahead, though it could have been?
 
     def play(self) -> None:
         if self.guesses is not None:
@@ -300,16 +301,18 @@ class _Batch:
         if self.guesses is not None and self.controller is not None:
             self.controller.line(0)
             drafts = self._on_device() if self.costs.lengths is not None else self._on_host()
+        elif self.costs.buckets is not None:
+            self._launch(0, 0)
         width = 1 + max((len(draft[0]) for draft in drafts if draft is not None), default=0)
         paid = [draft is not None and (draft[0].paid or not self.costs.free) for draft in drafts]
         longest = max((len(d[0]) for d, p in zip(drafts, paid, strict=True) if d is not None and p), default=0)
         rows = len(self.views)
-        forward = self.costs.forward(rows, width)
+        forward, gap = self.costs.forward(rows, width), self.costs.gap(rows) * self.waits
         drafting = self.costs.draft(rows, longest)
         missing = [view.behind for view, p in zip(self.views, paid, strict=True) if p and view.behind > NEAR]
         reading = self.costs.reading(len(missing)) * sum(missing)
         records = [self._commit(view, draft, p) for view, draft, p in zip(self.views, drafts, paid, strict=True)]
-        self._count(records, forward, drafting, reading)
+        self._count(records, forward, drafting, reading, gap)
 
     def _on_host(self) -> list[tuple[Proposal, int] | None]:
         assert self.guesses is not None
@@ -334,8 +337,15 @@ class _Batch:
         wanted = max(self.controller.budgets(self.views, [self.costs.lengths[-1]] * len(self.views)))
         gamma = max(length for length in self.costs.lengths if length <= wanted)
         now = gamma if self.flight is None else self.flight
-        self.flight = gamma if bool(now) == bool(gamma) else None
+        self._launch(now, gamma)
         return self.guesses.propose(self.views, [now] * len(self.views)) if now else [None] * len(self.views)
+
+    def _launch(self, now: int, gamma: int) -> None:
+        """The next round goes to the device ahead of this one's result, unless some row may be near its end or drafting
+        begins or ends (``CapturedRounds.play``)."""
+        ending = any(view.left <= now + 1 for view in self.views)
+        self.waits = self.flight is None
+        self.flight = gamma if bool(now) == bool(gamma) and not ending else None
 
     def _commit(self, view: View, draft: tuple[Proposal, int] | None, paid: bool) -> Round:
         length, held = (len(draft[0]), min(draft[1], view.left)) if draft is not None else (0, 0)
@@ -359,9 +369,9 @@ class _Batch:
             paid=proposal is not None and proposal.paid,
         )
 
-    def _count(self, records: list[Round], forward: float, drafting: float, reading: float) -> None:
+    def _count(self, records: list[Round], forward: float, drafting: float, reading: float, gap: float) -> None:
         out, width = self.out, 1 + max(record.drafted for record in records)
-        seconds = forward + drafting + reading
+        seconds = forward + drafting + reading + gap
         apart = reading if self.costs.reads_apart else 0.0
         if self.controller is not None:
             told = {"width": width, "draft_seconds": drafting + reading - apart, "verify_seconds": forward}

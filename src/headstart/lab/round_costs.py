@@ -29,6 +29,9 @@ __all__ = ["Filler", "RoundCosts", "RowCosts", "measure_rounds"]
 
 WARM = 2  # rounds of a block that are not counted: what changes between blocks takes time of its own
 COUNTED = 5
+ENOUGH = 0.6  # seconds of a block, where two of its rounds are counted
+LEAST = 4  # draft lengths that are measured in any turn
+SHORT = 4  # requests that end soon, to see rounds that are not launched ahead
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10)
 _TINY = 1e-9  # as the least chance to draft on: nothing is that unlikely, so drafts have their full length
 
@@ -72,6 +75,7 @@ class RowCosts:
     step: float = 0.0  # and for each of its tokens
     prefill: float = 0.0  # of the target, for a token of these rows' prompts, read together
     reading: float = 0.0  # of the drafter, for such a token, which it did not read yet
+    gap: float = 0.0  # that a captured round takes longer if it is not launched before the last one is read
 
     def forward(self, width: int) -> float:
         last, seconds, _ = self.forwards[-1]
@@ -89,6 +93,7 @@ class RoundCosts:
     reads_apart: bool = False  # that is counted apart from drafting (``Drafter.catch_up``)
     free: bool = False  # guesses cost nothing, but for those that say so (``Proposal.paid``)
     lengths: tuple[int, ...] | None = None  # a draft model in captured rounds: all rows draft together, so many tokens
+    buckets: tuple[int, ...] | None = None  # captured rounds: other numbers of rows run as the next larger of these
 
     def forward(self, rows: int, width: int) -> float:
         """Seconds of a round less drafting: between measured numbers of rows on a line, beyond them as at the last."""
@@ -104,6 +109,10 @@ class RoundCosts:
     def reading(self, rows: int) -> float:
         """Of the drafter, for a token of so many rows that it did not read yet."""
         return self._between(rows, lambda costs: costs.reading)
+
+    def gap(self, rows: int) -> float:
+        """What a captured round takes longer that was not launched ahead: the device waits for the host."""
+        return self._between(rows, lambda costs: costs.gap)
 
     def plain(self, rows: int) -> float:
         return self.forward(rows, 1)
@@ -121,6 +130,7 @@ class RoundCosts:
         return with_draft([self.forward(rows, width) for width in range(1, most + 2)], start, step)
 
     def _between(self, rows: int, value: Callable[[RowCosts], float]) -> float:
+        rows = next((n for n in self.buckets or () if n >= rows), rows)
         known = sorted(self.rows)
         below = max((r for r in known if r <= rows), default=known[0])
         above = min((r for r in known if r >= rows), default=known[-1])
@@ -136,6 +146,7 @@ class _Seen:
     drafts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by length
     reading: list[float] = field(default_factory=list)  # of a token
     prefill: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
 
 
 def measure_rounds(
@@ -161,7 +172,7 @@ def measure_rounds(
                 continue
             tell(f"measuring rounds of {count} row{'s' * (count > 1)}: turn {turn + 1} of {turns}")
             lines = [list(prompts[(turn * count + i) % len(prompts)]) for i in range(count)]
-            _turn(systems, plain, lines, lengths, seen, units, count)
+            _turn(systems, plain, lines, lengths, seen, units, count, late)
     return {name: _costs(systems[name], found, units) for name, found in seen.items()}
 
 
@@ -173,6 +184,7 @@ def _turn(
     seen: Mapping[str, Mapping[int, _Seen]],
     units: dict[int, list[float]],
     rows: int,
+    late: Callable[[], bool],
 ) -> None:
     blocks = {name: _Blocks(system, lines) for name, system in systems.items()}
     gc.collect()
@@ -183,13 +195,17 @@ def _turn(
         # Draft lengths in turn, and within each all systems, with plain rounds between all of them: each block is
         # counted in the plain rounds before and behind it.
         before = blocks[plain].block(0)
-        for length in lengths:
+        for number, length in enumerate(_telling_first(lengths)):
+            if number >= LEAST and late():
+                break
             for name, each in blocks.items():
                 if name != plain:
                     found = each.block(length)
                     behind = blocks[plain].block(0, warm=1, counted=3)
                     _add(seen[name][rows], found, median([*before.seconds, *behind.seconds]))
                     before = behind
+        for each in blocks.values():
+            each.wait_for_host(min((n for n in lengths if n > 1), default=max(lengths)))
     finally:
         gc.enable()
         for each in blocks.values():
@@ -199,7 +215,14 @@ def _turn(
     for name, each in blocks.items():
         seen[name][rows].reading += [seconds / unit / sum(map(len, lines)) for seconds in each.reading]
         seen[name][rows].prefill += [seconds / unit for seconds in each.prefill]
+        seen[name][rows].gaps += [seconds / unit for seconds in each.gaps]
     seen[plain][rows].forwards[1].append(1.0)
+
+
+def _telling_first(lengths: Sequence[int]) -> list[int]:
+    """The same lengths, so that the first few of them say the most: none, the shortest, the middle, the longest."""
+    few = [lengths[i] for i in dict.fromkeys((0, min(1, len(lengths) - 1), len(lengths) // 2, len(lengths) - 1))]
+    return [*few, *(length for length in lengths if length not in few)]
 
 
 def _add(seen: _Seen, block: _Block, unit: float) -> None:
@@ -228,6 +251,7 @@ class _Blocks:
         self.plain: list[float] = []
         self.reading: list[float] = []
         self.prefill: list[float] = []
+        self.gaps: list[float] = []
         self._sweep = _Sweep()
         self._records: list[list[Round]] = []
         self._drafted = False
@@ -254,7 +278,10 @@ class _Blocks:
     def block(self, gamma: int, warm: int = WARM, counted: int = COUNTED) -> _Block:
         """Rounds with drafts of ``gamma`` tokens. A drafter that catches up does so in the first."""
         engine, self._sweep.gamma, found = self.system.engine, gamma, _Block(gamma + 1)
+        begun = perf_counter()
         for number in range(warm + counted):
+            if len(found.seconds) > 1 and perf_counter() - begun > ENOUGH:
+                break
             self._records.clear()
             started = perf_counter()
             engine.step()
@@ -264,6 +291,29 @@ class _Blocks:
         if not gamma:
             self.plain += found.seconds
         return found
+
+    def wait_for_host(self, gamma: int) -> None:
+        """Time captured rounds that are not launched ahead, as when some row is near its end: short requests take the
+        place of a row."""
+        engine, captured = self.system.engine, self.system.engine.parts.captured
+        if captured is None:
+            return
+        gamma = gamma if captured.drafting else 0
+        usual = self.block(gamma).seconds
+        engine.abort("rounds-0")
+        short = SamplingParams(temperature=0, max_tokens=gamma + 2, ignore_eos=True)
+        for number in range(SHORT):
+            handle = engine.submit(Request(f"short-{number}", tuple(self.lines[0]), short))
+            while engine.running(handle) is not None:
+                waited = not captured.in_flight
+                self._records.clear()
+                started = perf_counter()
+                engine.step()
+                seconds = perf_counter() - started
+                [records, *more] = self._records or [[]]
+                if usual and waited and not more and len(records) == len(self.lines) and not records[0].prefill:
+                    drafted = records[0].draft_seconds * (records[0].width > 1) + records[0].catch_up_seconds
+                    self.gaps.append(seconds - drafted - median(usual))
 
     def _count(self, records: Sequence[Round], seconds: float, found: _Block, *, counted: bool) -> None:
         first, longest = records[0], max(record.drafted for record in records)
@@ -294,13 +344,15 @@ def _costs(system: System, found: Mapping[int, _Seen], units: Mapping[int, Seque
         start, step = start_and_step(lines)
         reading = unit * median(seen.reading) if seen.reading else 0.0
         prefill = unit * median(seen.prefill) if seen.prefill else 0.0
-        each[count] = RowCosts(points, start, step, prefill, reading)
+        gap = max(0.0, unit * median(seen.gaps)) if seen.gaps else 0.0
+        each[count] = RowCosts(points, start, step, prefill, reading, gap)
     on_device = captured is not None and captured.drafting
     return RoundCosts(
         each,
         reads_apart=drafter is not None and type(drafter).catch_up is not Drafter.catch_up,
         free=drafter is not None and drafter.free,
         lengths=captured.lengths if captured is not None and on_device else None,
+        buckets=captured.buckets if captured is not None else None,
     )
 
 
@@ -327,6 +379,7 @@ def told(costs: RoundCosts) -> dict[str, Any]:
             "draft_step_ms": each.step * 1e3,
             "prefill_token_ms": each.prefill * 1e3,
             "draft_reads_token_ms": each.reading * 1e3,
+            "not_ahead_ms": each.gap * 1e3,
         }
         for rows, each in costs.rows.items()
     }

@@ -32,6 +32,7 @@ from .budget import Budget
 from .grow import SHAPES, grow
 from .machine_facts import machine, memory
 from .predict import write
+from .record import Record
 from .replay import ByAgreement, replay
 from .round_costs import LENGTHS, RoundCosts, measure_rounds, told
 from .statistics import Ratio
@@ -94,26 +95,23 @@ class Case:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class WhatIf(Record):
     """What ``whatif`` found."""
 
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    kind = "whatif"
+
     about: Mapping[str, Any]
     costs: Mapping[str, Any]
     cases: tuple[Case, ...]
     notes: tuple[str, ...] = ()
 
-    kind = "whatif"
-
-    def to_json(self) -> dict[str, Any]:
-        results = {
+    def results(self) -> dict[str, Any]:
+        return {
             "pair": dict(self.about),
             "costs": dict(self.costs),
             "cases": [case.to_json() for case in self.cases],
             "notes": list(self.notes),
         }
-        return {"machine": dict(self.machine), "settings": dict(self.settings), "results": results}
 
 
 def whatif(
@@ -205,6 +203,10 @@ class Supposer:
             share = None if seconds is None else max(LEAST, budget.left / (len(settings.confirm) - number))
             self._confirm(alpha, prompts, share)
 
+    @property
+    def begun(self) -> bool:
+        return bool(self.cases)
+
     def result(self, *, stopped: bool = False) -> WhatIf:
         """What is known by now; some case must be. ``stopped``: somebody did not want to wait."""
         mine = self.settings
@@ -256,7 +258,7 @@ class Supposer:
         draft = self._draft(noise.model(scale))
         given: dict[str, Any] = {"tell": self._tell, "prompts": prompts, "plain": self.plain, "only": True}
         with Adviser(self._options, [draft], None, settings, **given) as adviser:
-            adviser.run()
+            adviser.run(seconds)
             run = {key: ratio for outlook in adviser.result().outlooks for key, ratio in outlook.measured.items()}
         for index, case in enumerate(self.cases):
             ratio = run.get((case.rows, 0.0))

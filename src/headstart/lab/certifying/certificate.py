@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..record import Record
+
 __all__ = ["Certificate", "Check", "Control", "Verdict"]
 
 Verdict = Literal["holds", "fails", "not exercised"]
@@ -62,11 +64,11 @@ class Control:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Record):
     """Is this pair, on this machine, lossless as far as tests can tell?"""
 
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    kind = "certify"
+
     runs: Mapping[str, Any]  # what ran: models, kernels, drafter
     reference: str
     exact: bool  # the engine's logits are to be the reference's bits
@@ -77,7 +79,6 @@ class Certificate:
     skipped: tuple[str, ...]  # what was not checked, and why
     seconds: float = 0.0
     complete: bool = True  # False: it was stopped before all checks were made
-    kind: str = "certify"
 
     @property
     def holds(self) -> bool:
@@ -103,15 +104,10 @@ class Certificate:
                 found.append(f"the control {control.name!r} was not rejected: the test cannot tell")
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """``machine``, ``settings`` and ``results``."""
-        results = asdict(self)
-        machine, settings = results.pop("machine"), results.pop("settings")
-        results.pop("kind")
-        for check in results["checks"]:
+    def results(self) -> dict[str, Any]:
+        found = asdict(self)
+        for name in ("machine", "settings"):
+            found.pop(name)
+        for check in found["checks"]:
             check["holds"] = check["verdict"] == "holds"
-        return {
-            "machine": machine,
-            "settings": settings,
-            "results": {"holds": self.holds, "faults": self.faults, **results},
-        }
+        return {"holds": self.holds, "faults": self.faults, **found}

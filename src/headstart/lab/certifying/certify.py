@@ -161,6 +161,10 @@ class Certifier:
         self._structured(prompts)
         self._laws(prompts, greedy)
 
+    @property
+    def begun(self) -> bool:
+        return bool(self.examiner.checks)
+
     def result(self, *, stopped: bool = False) -> Certificate:
         """The certificate. ``stopped``: checks are missing, as somebody did not want to wait."""
         examiner, plan = self.examiner, self.examiner.plan

@@ -29,6 +29,7 @@ __all__ = ["Examiner", "Given"]
 
 DISTANCES = (0.05, 0.1, 0.2)  # total variations whose power is told
 PILOT = 100  # outcomes after which the time that more will take is known
+LEAST = 200  # outcomes of a test, however slow the machine is
 DRAFTED = 2  # tokens of a round of the drafter that is often wrong
 AGAIN = 1 << 40  # where the seeds of a repetition begin
 
@@ -136,7 +137,7 @@ class Examiner:
         engine = self.engines.engine if own else self.engines.of(self._stress(law, self.seed), gamma=DRAFTED)
         drawn = sampled(engine, self.seed, min(PILOT, most))
         affordable = int(PILOT * budget.left / max(monotonic() - started, 1e-3)) if budget.seconds is not None else most
-        count = min(most, max(3 * PILOT, affordable))
+        count = min(most, max(LEAST, affordable))
         drawn += sampled(engine, self.seed + len(drawn), count - len(drawn))
         first, again = self._tested(law, drawn), None
         if first.p_value < FIRST and not self.plan.fails(first.p_value):
@@ -185,7 +186,7 @@ class Examiner:
         taken: list[Answer] = []
         tested = Tested(0.0, 0, 1.0, 0)
         while len(taken) < most and not self.plan.fails(tested.p_value):
-            asked = [Asked(law.prompt, replace(params, seed=self.seed + len(taken) + i)) for i in range(PILOT)]
+            asked = [Asked(law.prompt, replace(params, seed=self.seed + len(taken) + i)) for i in range(PILOT // 2)]
             taken += answers(engine, asked, "together", self._step)[0]
             tested = self._tested(law, taken)
         rejected = self.plan.fails(tested.p_value)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ..record import Record
+
 __all__ = ["Checkup", "Finding", "Level", "Place"]
 
 Level = Literal["fine", "note", "slow", "wrong"]
@@ -35,18 +37,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Checkup:
+class Checkup(Record):
     """A machine as it is."""
 
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    kind = "doctor"
+
     versions: Mapping[str, str | None]
     devices: tuple[Mapping[str, Any], ...]
     findings: tuple[Finding, ...]
     places: tuple[Place, ...]
     pair: Mapping[str, Any] | None = None
     seconds: float = 0.0
-    kind: str = "doctor"
 
     @property
     def well(self) -> bool:
@@ -56,9 +57,8 @@ class Checkup:
     def of(self, level: Level) -> list[Finding]:
         return [finding for finding in self.findings if finding.level == level]
 
-    def to_json(self) -> dict[str, Any]:
-        """``machine``, ``settings`` and ``results``."""
-        results = asdict(self)
-        machine, settings = results.pop("machine"), results.pop("settings")
-        results.pop("kind")
-        return {"machine": machine, "settings": settings, "results": {"well": self.well, **results}}
+    def results(self) -> dict[str, Any]:
+        found = asdict(self)
+        for name in ("machine", "settings"):
+            found.pop(name)
+        return {"well": self.well, **found}

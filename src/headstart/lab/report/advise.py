@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..advice_record import Advice, Outlook
+from ..advice_record import COLUMNS, Advice, Outlook
 from ..statistics import Ratio
-from .page import Html, facts, figures, html_page, lead, note, section, table
-from .plots import Bars, Series, bars, lines, missing, stacked
+from .page import Html, closing, drawn, facts, html_page, note, opening, section, table
+from .plots import Bars, Series, bars, lines, stacked
 
 __all__ = ["page"]
 
-_COLUMNS = ("draft", "first guess", "tau", "predicted", "90% interval", "measured", "90% interval", "off")
 _EXPLAINED = (
     "First guess: how often the first drafted token holds. tau: tokens for each forward of the target. Predicted: the "
-    "speed-up over plain decoding with gamma auto, from what rounds cost and the text that the target wrote; its "
-    "interval is for other prompts like these. Measured: the same, run beside plain decoding on prompts that nothing "
-    "was predicted from. Off: predicted over measured."
+    "speed-up over plain decoding with gamma auto, from what rounds cost and the text that the target wrote; its 90% "
+    "interval is for other prompts like these. Best gamma: the best fixed draft length, predicted. Measured: gamma "
+    "auto, run beside plain decoding on prompts that nothing was predicted from. Off: predicted over measured."
 )
 
 
@@ -30,19 +29,13 @@ def page(found: Advice) -> str:
 
 def _parts(found: Advice) -> Iterator[Html]:
     best = found.recommendation
-    yield lead(best.sentence)
+    yield opening(best.sentence, found.notes)
     yield Html(f"{_code(best.command)}{_code(best.python)}")
-    for said in found.notes:
-        yield note(said, "warning")
-    if (lacking := missing()) is not None:
-        yield note(lacking)
     for rows, temperature in _cells(found):
         title = f"Speed-up with {rows} row{'s' * (rows > 1)}, temperature {temperature:g}"
         known = [outlook for outlook in found.outlooks if outlook.predictions]
-        yield section(title, table(_COLUMNS, [_row(outlook, rows, temperature) for outlook in known], _EXPLAINED))
-    pictures = [*_pictures(found)]
-    if any(svg for svg, _ in pictures):
-        yield section("Pictures", figures(pictures))
+        yield section(title, table(COLUMNS, [outlook.row(rows, temperature) for outlook in known], _EXPLAINED))
+    yield drawn(_pictures(found))
     yield from _lengths(found)
     if found.symptoms:
         yield section("What holds drafts back", *(note(symptom) for symptom in found.symptoms))
@@ -57,8 +50,7 @@ def _parts(found: Advice) -> Iterator[Html]:
         "measuring.",
         facts(found.about),
     )
-    yield section("Settings", facts(found.settings))
-    yield section("Machine", facts(found.machine))
+    yield closing(found.settings, found.machine)
 
 
 def _code(text: str) -> Html:
@@ -73,27 +65,6 @@ def _refusal(outlook: Outlook) -> tuple[str, ...]:
 
 def _cells(found: Advice) -> list[tuple[int, float]]:
     return [(rows, heat) for rows in found.settings["rows"] for heat in found.settings["temperatures"]]
-
-
-def _row(outlook: Outlook, rows: int, temperature: float) -> tuple[str, ...]:
-    auto, ratio = outlook.prediction(rows, temperature), outlook.measured.get((rows, temperature))
-    first = outlook.acceptance.get(f"{temperature:g}")
-    off = auto.speedup.mid / ratio.value - 1 if auto is not None and ratio is not None else None
-    return (
-        outlook.name,
-        f"{first[0]:.0%}" if first else "-",
-        f"{auto.tau:.2f}" if auto is not None else "-",
-        f"{auto.speedup.mid:.2f}x" if auto is not None else "-",
-        f"{auto.speedup.low:.2f} to {auto.speedup.high:.2f}" if auto is not None else "-",
-        f"{ratio.value:.2f}x" if ratio is not None else "-",
-        _interval(ratio),
-        f"{off:+.0%}" if off is not None else "-",
-    )
-
-
-def _interval(ratio: Ratio | None) -> str:
-    sure = ratio.others or ratio.interval if ratio is not None else None
-    return f"{sure.low:.2f} to {sure.high:.2f}" if sure is not None else "-"
 
 
 def _lengths(found: Advice) -> Iterator[Html]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from ..bench_record import ALL, Bench, Way
 from ..figures import Figures
 from ..statistics import Ratio
-from .page import Html, facts, figures, html_page, lead, note, section, table
-from .plots import Bars, Series, bars, lines, missing, stacked
+from .page import Html, closing, drawn, facts, html_page, note, opening, section, table
+from .plots import Bars, Series, bars, lines, stacked
 
 __all__ = ["page"]
 
@@ -30,18 +30,10 @@ def page(found: Bench) -> str:
 
 
 def _parts(found: Bench) -> Iterator[Html]:
-    yield lead(_sentence(found))
-    for said in found.notes:
-        yield note(said, "warning")
-    for way in found.ways[1:]:
-        if way.inactive:
-            yield note(f"{way.name}: speculation was inactive at the end: {way.inactive}", "warning")
-    if without := missing():
-        yield note(without)
+    idle = [f"{way.name}: speculation was inactive at the end: {way.inactive}" for way in found.ways if way.inactive]
+    yield opening(_sentence(found), [*found.notes, *idle])
     yield section("In all", table(_COLUMNS, [_row(way.name, way, ALL) for way in found.ways], _EXPLAINED))
-    pictures = [*_pictures(found)]
-    if any(svg for svg, _ in pictures):
-        yield section("Pictures", figures(pictures))
+    yield drawn(_pictures(found))
     if len(found.tasks) > 1:
         for way in found.ways[1:]:
             yield section(f"{way.name}, by task", table(_COLUMNS, [_row(task, way, task) for task in found.tasks]))
@@ -49,8 +41,7 @@ def _parts(found: Bench) -> Iterator[Html]:
         if way.figures[ALL].acceptance:
             yield section(f"{way.name}: acceptance by position in the draft", _positions(way.figures[ALL]))
     yield section("What ran", *(Html(f"{note(way.name)}{facts(way.about)}") for way in found.ways))
-    yield section("Settings", facts(found.settings), _same(found))
-    yield section("Machine", facts(found.machine))
+    yield closing(found.settings, found.machine, _same(found))
 
 
 def _sentence(found: Bench) -> str:

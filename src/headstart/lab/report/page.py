@@ -10,7 +10,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["Html", "details", "facts", "figures", "html_page", "lead", "note", "section", "table"]
+from .plots import missing
+
+__all__ = [
+    "Html",
+    "closing",
+    "details",
+    "drawn",
+    "facts",
+    "figures",
+    "html_page",
+    "lead",
+    "note",
+    "opening",
+    "section",
+    "table",
+]
 
 
 class Html(str):
@@ -116,6 +131,24 @@ def figures(pictures: Iterable[tuple[str, str]]) -> Html:
     """Pictures (SVG from ``plots``) and what each shows, side by side where there is room; nothing without any."""
     found = [f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in pictures if svg]
     return Html(f'<div class="figures">{"".join(found)}</div>' if found else "")
+
+
+def opening(sentence: str, warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> Html:
+    """How a report of measurements begins: what it says, what to mind, and what to install for its pictures."""
+    lacking = missing()
+    parts = [lead(sentence), *(note(said, "warning") for said in warnings), *map(note, notes)]
+    return Html("\n".join([*parts, *([note(lacking)] if lacking is not None else [])]))
+
+
+def drawn(pictures: Iterable[tuple[str, str]]) -> Html:
+    """A section of pictures; nothing where there are none."""
+    found = figures(pictures)
+    return section("Pictures", found) if found else Html("")
+
+
+def closing(settings: Mapping[str, Any], machine: Mapping[str, Any], *more: object) -> Html:
+    """How it ends: how it was measured, and on what."""
+    return Html("\n".join((section("Settings", facts(settings), *more), section("Machine", facts(machine)))))
 
 
 def details(summary: str, *parts: object) -> Html:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..profile_record import ALPHAS, WIDEST, Costs, Profile
-from .page import Html, facts, figures, html_page, lead, note, section, table
-from .plots import Series, lines, missing, stacked
+from .page import Html, closing, drawn, facts, html_page, opening, section, table
+from .plots import Series, lines, stacked
 
 __all__ = ["page"]
 
@@ -20,25 +20,16 @@ def page(found: Profile) -> str:
 
 
 def _parts(found: Profile) -> Iterator[Html]:
-    yield lead(_sentence(found))
-    for said in found.warnings:
-        yield note(said, "warning")
-    for said in found.notes:
-        yield note(said)
-    if without := missing():
-        yield note(without)
+    yield opening(_sentence(found), found.warnings, found.notes)
     drafts = found.about.get("draft") != "none"
     yield section("Steps", _steps(found))
-    pictures = [*_pictures(found, drafts=drafts)]
-    if any(svg for svg, _ in pictures):
-        yield section("Pictures", figures(pictures))
+    yield drawn(_pictures(found, drafts=drafts))
     yield section("Checking n tokens at once, in plain steps: v(n)", _curves(found))
     if drafts:
         yield section("What drafting wins, by the cost model", _gains(found))
     yield section("Memory", _memory(found))
     yield section("What ran", facts(found.about))
-    yield section("Settings", facts(found.settings))
-    yield section("Machine", facts(found.machine))
+    yield closing(found.settings, found.machine)
 
 
 def _sentence(found: Profile) -> str:

@@ -13,29 +13,19 @@ import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import InvalidParameter
 from ...machine.files import write_whole
+from ..record import Record
 
-__all__ = ["FOLDER", "VERSION", "Record", "as_json", "check_out", "envelope", "page_of", "save", "without_folders"]
+__all__ = ["FOLDER", "VERSION", "as_json", "check_out", "envelope", "page_of", "save", "without_folders"]
 
 VERSION = 1  # of the form; a field that changes its meaning raises it
 FOLDER = "headstart-reports"  # where reports go unless another folder is named
 
 # A path with a folder in it: absolute, under ~, or under . or ..; not a hub id, a URL or a fraction.
 FOLDERS = re.compile(r"(?<![\w)/.:~])(?:~|\.\.?)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
-
-
-class Record(Protocol):
-    """What a command of the lab returns."""
-
-    @property
-    def kind(self) -> str:
-        """The command's name."""
-
-    def to_json(self) -> dict[str, Any]:
-        """``machine``, ``settings`` and ``results``, of plain values."""
 
 
 def envelope(record: Record) -> dict[str, Any]:

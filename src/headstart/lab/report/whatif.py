@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..what_if import Case, WhatIf
-from .page import Html, facts, figures, html_page, lead, note, section, table
-from .plots import Series, lines, missing
+from .page import Html, closing, facts, figures, html_page, opening, section, table
+from .plots import Series, lines
 
 __all__ = ["page"]
 
@@ -23,20 +23,17 @@ def _parts(found: WhatIf) -> Iterator[Html]:
     shape, draft = found.settings["shape"], found.settings["draft"]
     first = [case for case in found.cases if case.rows == found.cases[0].rows]
     best = max(first, key=lambda case: case.alpha)
-    yield lead(
+    sentence = (
         f"A target of the shape {shape} with a draft of the shape {draft}, on this machine with {best.rows} "
         f"row{'s' * (best.rows > 1)}: {best.auto:.2f} times as fast as plain decoding if {best.alpha:.0%} of guesses "
         "hold."
     )
-    for said in found.notes:
-        yield note(said, "warning")
-    if (lacking := missing()) is not None:
-        yield note(lacking)
+    yield opening(sentence, found.notes)
     for rows in dict.fromkeys(case.rows for case in found.cases):
         cases = [case for case in found.cases if case.rows == rows]
         yield section(f"{rows} row{'s' * (rows > 1)}", _table(cases), figures([_picture(cases)]))
     yield section("The pair", facts(found.about))
-    yield section("Machine", facts(found.machine))
+    yield closing(found.settings, found.machine)
 
 
 def _table(cases: Sequence[Case]) -> Html:

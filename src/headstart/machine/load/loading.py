@@ -41,6 +41,7 @@ __all__ = [
     "quiet",
     "read_gguf",
     "same_tokenizer",
+    "tokenizers_differ",
 ]
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -200,9 +201,12 @@ def same_tokenizer(a: Loaded, b: Loaded) -> str | None:
 
     Sizes of output heads say nothing: one tokenizer's models are padded to different sizes.
     """
-    if a.tokenizer is None or b.tokenizer is None:
-        return None
-    mine, other = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
+    return None if a.tokenizer is None or b.tokenizer is None else tokenizers_differ(a.tokenizer, b.tokenizer)
+
+
+def tokenizers_differ(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
+    """In what; None: in no token."""
+    mine, other = a.get_vocab(), b.get_vocab()
     if mine == other:
         return None
     if len(mine) != len(other):
