@@ -20,14 +20,14 @@ from headstart.drafters.base import Drafter
 from headstart.errors import InvalidParameter
 from headstart.lab import System, SystemOptions, certify, page_of, save
 from headstart.lab.budget import Budget
-from headstart.lab.certifying.audit import Answer, audited, tampered
+from headstart.lab.certifying.audit import Answer, _race_gap, audited, tampered
 from headstart.lab.certifying.certify import PROCESSED, SERVED, STRESSED, Effort
 from headstart.lab.certifying.checks import Examiner, Given
 from headstart.lab.certifying.engines import Engines
 from headstart.lab.certifying.evidence import Plan
 from headstart.lab.certifying.laws import first_tokens, passed, places
 from headstart.lab.certifying.running import Asked, answers
-from headstart.lab.certifying.truth import target_law, truth_of
+from headstart.lab.certifying.truth import clocks, target_law, truth_of
 from headstart.machine.slab_layer import SlabLayer
 from headstart.maths import distribution, verify
 from headstart.maths.chance import CounterChance
@@ -229,6 +229,26 @@ def test_tokens_that_follow(kind: str, plant: Any, examiner: Examiner, monkeypat
     [check] = examiner.checks
     assert check.verdict == ("holds" if plant is None else "fails"), check
     assert check.rejections > 3
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.595}])
+def test_a_tie_at_a_cut_is_a_tie(cut: dict[str, Any]) -> None:
+    """Of two tokens that are as good as equal one is cut off; rounding says which. Others are held to their race."""
+    chances = np.array([0.45, 0.27, 0.265, 0.015])
+    params = SamplingParams(temperature=1.0, max_tokens=1, **cut)
+
+    def gap(token: int, tie: float, winner: int) -> float:
+        everyone = np.arange(4)
+        seed = next(s for s in range(400) if (chances / clocks(4, s, 1, everyone))[:3].argmax() == winner)
+        return _race_gap(np.log(chances), Answer((5,), params, (token,), seed), token, 0, tie)
+
+    assert gap(1, 0.0, winner=1) == 0.0
+    assert gap(2, 0.0, winner=2) == np.inf, "it is cut off"
+    assert gap(2, 0.01, winner=2) == 0.0, "by less than rounding"
+    assert gap(0, 0.0, winner=1) > 0.0
+    assert gap(0, 0.01, winner=1) == 0.0, "the winner may have been cut off"
+    assert gap(1, 0.01, winner=0) > 0.0, "far from any cut there is no excuse"
+    assert gap(3, 0.01, winner=2) == np.inf
 
 
 def test_wrong_log_probabilities_and_a_wrong_token_are_seen(examiner: Examiner) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...types import Grammar, SamplingParams, TokenLogprob
-from .truth import Truth, clocks, processed, target_law
+from .truth import Truth, clocks, cuts, processed, target_law
 
 __all__ = ["Answer", "Audit", "audited", "tampered"]
 
@@ -93,16 +93,18 @@ def audited(answer: Answer, truth: Truth) -> Audit:
 
 
 def _race_gap(x: np.ndarray, answer: Answer, token: int, at: int, tie: float) -> float:
-    """By how much, in logits, the token lost the race of its position; infinite: it was not in it."""
-    law, params = target_law(x, answer.params), answer.params
-    slack = math.exp(-2 * (tie / params.temperature + RACE))
-    if law.before[token] < law.floor * slack:
+    """By how much, in logits, the token lost the race of its position; infinite: it was not in it.
+
+    Where rounding may put a token on either side of a cut (top-k, top-p, min-p), nobody can say whether it was in the
+    race: it may win, and it may be missing.
+    """
+    p, params = target_law(x, answer.params).before, answer.params
+    least, most = cuts(p, params, 2 * (tie / params.temperature + RACE))
+    if p[token] < least:
         return math.inf
-    some = np.flatnonzero(law.p)
-    noise = clocks(len(x), answer.seed, len(answer.prompt) + at, np.append(some, token))
-    best = float((law.p[some] / noise[:-1]).max())
-    mine = float(law.before[token] / noise[-1]) / float(law.before[some].sum())
-    return max(0.0, math.log(best / mine)) if mine > 0 else math.inf
+    sure = np.flatnonzero(p >= most)
+    scores = p[np.append(sure, token)] / clocks(len(x), answer.seed, len(answer.prompt) + at, np.append(sure, token))
+    return max(0.0, math.log(scores.max() / scores[-1])) if scores[-1] > 0 else math.inf
 
 
 def _judged(gap: float, allowed: float, token: int, at: int, answer: Answer) -> Audit:

@@ -24,7 +24,7 @@ from ...machine.load.loading import Loaded
 from ...maths import noise
 from ...types import Mask, SamplingParams
 
-__all__ = ["Law", "Truth", "clocks", "processed", "target_law", "truth_of"]
+__all__ = ["Law", "Truth", "clocks", "cuts", "processed", "target_law", "truth_of"]
 
 Floats = NDArray[np.float64]
 
@@ -188,6 +188,33 @@ def target_law(x: Floats, params: SamplingParams) -> Law:
         floor = max(floor, kept[min(int(np.searchsorted(sums, params.top_p * sums[-1])), len(kept) - 1)])
     left = np.where(p >= floor, p, 0.0) if floor > 0 else p
     return Law(left / left.sum(), p, float(floor))
+
+
+def cuts(p: Floats, params: SamplingParams, give: float) -> tuple[float, float]:
+    """Where min-p, top-k and top-p may cut p [V] off, if rounding moves any two logits apart by up to ``give``: tokens
+    under the first probability are never kept, those from the second on always."""
+    moved = math.exp(give)
+    least = most = 0.0
+    if params.min_p:
+        floor = params.min_p * float(p.max())
+        least, most = floor / moved, floor * moved
+    if params.top_k and params.top_k < len(p):
+        last, next_one = np.sort(p)[::-1][params.top_k - 1 : params.top_k + 1]  # kept, and cut off
+        least, most = max(least, last / moved), max(most, next_one * moved)
+    if params.top_p < 1:
+        least = max(least, _nucleus(p[p >= least], params.top_p, moved)[0] / moved)
+        if np.any(p >= most):
+            most = max(most, _nucleus(p[p >= most], params.top_p, 1 / moved)[1] * moved)
+    return least, most
+
+
+def _nucleus(p: Floats, share: float, moved: float) -> tuple[float, float]:
+    """The last token that top-p keeps of these, and the first that it does not (0: there is none), where the odds of
+    what is kept have to be ``moved`` times as large."""
+    kept = np.sort(p)[::-1]
+    odds = share / (1 - share) * moved
+    at = min(int(np.searchsorted(np.cumsum(kept) / kept.sum(), odds / (1 + odds))), len(kept) - 1)
+    return float(kept[at]), float(kept[at + 1]) if at + 1 < len(kept) else 0.0
 
 
 def clocks(size: int, seed: int, position: int, tokens: NDArray[np.int64]) -> Floats:

@@ -5,6 +5,7 @@ Knows: how an ``Advice`` is told and drawn. Does not know: how anything was meas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..advice_record import COLUMNS, Advice, Outlook
@@ -178,7 +179,7 @@ def _predicted(known: list[Outlook], rows: int, temperature: float) -> Bars:
 
 
 def _measured(ratios: list[Ratio | None]) -> Bars:
-    values = [ratio.value if ratio is not None else 0.0 for ratio in ratios]
+    values = [ratio.value if ratio is not None else math.nan for ratio in ratios]  # no bar
     sure = [ratio.others or ratio.interval if ratio is not None else None for ratio in ratios]
     low = [one.low if one is not None else value for one, value in zip(sure, values, strict=True)]
     high = [one.high if one is not None else value for one, value in zip(sure, values, strict=True)]

@@ -20,6 +20,7 @@ from typing import Any
 __all__ = ["Bars", "Series", "bars", "lines", "missing", "stacked"]
 
 WIDTH, HEIGHT = 4.6, 3.0  # inches of 96 pixels: readable on a telephone, two or three beside each other on a screen
+LEGEND = 60  # letters of names that have room beside each other
 _COLOURS = {"#010101": "--fg", "#020202": "--muted", "#030303": "--line", "#040404": "--bg"}
 _SERIES = [f"#0{n}0{n}0{n}" for n in (5, 6, 7, 8, 9)] + ["#0a0a0a", "#0b0b0b"]
 _COLOURS |= {colour: f"--s{index}" for index, colour in enumerate(_SERIES)}
@@ -156,8 +157,10 @@ def _svg(figure: Any, axes: Any, title: str, *, named: bool) -> str:
 
     if named:
         handles, names = axes.get_legend_handles_labels()
+        names = [_shortened(name) for name in names]
+        beside = max(1, LEGEND // (max(map(len, names)) + 5))
         figure.legend(
-            handles, names, loc="outside upper left", ncols=min(3, len(names)), fontsize=8.5, frameon=False,
+            handles, names, loc="outside upper left", ncols=min(3, beside, len(names)), fontsize=8.5, frameon=False,
             labelcolor=_FG, handlelength=1.4, columnspacing=1.2, borderaxespad=0.2,
         )  # fmt: skip
     out = io.StringIO()
