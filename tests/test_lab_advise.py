@@ -81,7 +81,7 @@ def test_a_proposal_is_verified_by_a_tokenizer_that_is_here(tmp_path: Path, monk
     for size, tokenizer in (("0.5", tiny_tokenizer()), ("1.5", tiny_tokenizer(shuffle=4))):
         folder = tmp_path / f"models--Qwen--Qwen2.5-{size}B-Instruct"
         tokenizer.save_pretrained(folder / "snapshots" / "abc")
-        (folder / "snapshots" / "abc" / "config.json").write_text('{"model_type": "qwen2"}')
+        tiny_model("llama").config.save_pretrained(folder / "snapshots" / "abc")
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text("abc")
     found, proposals = candidates("Qwen/Qwen2.5-7B-Instruct", None, device="cpu", tokenizer=tiny_tokenizer())
@@ -223,7 +223,7 @@ def test_advice_on_tiny_models() -> None:
             assert predicted is not None
             assert predicted.speedup.mid > 0
     assert "context" in str(refused.refused)
-    assert len({name for name in (copies, good) if name.measured}) >= 1, "something was run"
+    assert copies.measured or good.measured, "something was run"
     assert good.row(2, 0.0)[:2] == (good.name, "100%")
     assert len(good.row(2, 0.0)) == len(COLUMNS)
     json.dumps(found.to_json())
