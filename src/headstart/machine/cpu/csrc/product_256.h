@@ -97,8 +97,8 @@ __attribute__((noinline)) void add_many(const uint8_t* const* block, const uint8
             if (tokens - t == 2) add_group<2>(group, in, at + t, whole + t, tokens);
             if (tokens - t == 1) add_group<1>(group, in, at + t, whole + t, tokens);
         } else if constexpr (MOST > 1) {
-#pragma GCC unroll 1
-            for (; t < tokens; t++) add_group<1>(group, in, at + t, whole + t, tokens);
+            if (MOST > 2 && tokens - t >= 2) add_group<2>(group, in, at + t, whole + t, tokens), t += 2;
+            if (tokens > t) add_group<1>(group, in, at + t, whole + t, tokens);
         }
     }
     BlockEnd<KIND, W> end;
@@ -106,6 +106,13 @@ __attribute__((noinline)) void add_many(const uint8_t* const* block, const uint8
 #pragma GCC unroll 1
     for (int t = 0; t < tokens; t++) end.add(in, b, t, whole + t, tokens, out + t, tokens);
 }
+
+// Do five to eight tokens go in two turns? To unpack a second time costs less than sums in memory, but on newer processors.
+#if defined(__AVX512FP16__)
+constexpr bool IN_TURNS = false;
+#else
+constexpr bool IN_TURNS = true;
+#endif
 
 // N tokens, or any number of them if N is 0.
 template <int KIND, int W, int TILES, int N>
@@ -121,7 +128,7 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
             const size_t next = BLOCK * b + BLOCK * first / TILES + AHEAD;
             const uint8_t* ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
             vf* to = out + first * tokens;
-            if constexpr (N > 4) {  // in two turns: to unpack a second time costs less than sums in memory
+            if constexpr (N > 4) {  // in two turns
                 add_few<KIND, W, TILES, FIRST>(block, ahead, stride, in, b, N, to);
                 add_few<KIND, W, TILES, N - FIRST>(block, nullptr, stride, in.from(FIRST), b, N, to + FIRST);
             } else if constexpr (N > 0) {
@@ -171,7 +178,7 @@ HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, co
         if (tokens == 3) return product_256<KIND, W, TILES, 3>(data, stride, blocks, in, 3, out);
         if (tokens == 4) return product_256<KIND, W, TILES, 4>(data, stride, blocks, in, 4, out);
     }
-    if constexpr (Block<W>::FEW >= 4 && KIND == Q4_K) {  // the others take longer to unpack
+    if constexpr (Block<W>::FEW >= 4 && KIND == Q4_K && IN_TURNS) {  // the others take longer to unpack
         if (tokens == 5) return product_256<KIND, W, TILES, 5>(data, stride, blocks, in, 5, out);
         if (tokens == 6) return product_256<KIND, W, TILES, 6>(data, stride, blocks, in, 6, out);
         if (tokens == 7) return product_256<KIND, W, TILES, 7>(data, stride, blocks, in, 7, out);
