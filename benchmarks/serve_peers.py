@@ -189,7 +189,8 @@ def measure(options: argparse.Namespace, report: Report, folder: str, ports: dic
                 if turn or options.held:  # the first one warms up
                     found[name].append(result)
             windows = report.results.get("windows", {})
-            report.add("windows", windows | {", ".join(ports): {"compared": compared(found), "turns": found}})
+            asked = {name: getattr(options, name) for name in ("clients", "requests", "tokens")}
+            report.add("windows", windows | {", ".join(ports): asked | {"compared": compared(found), "turns": found}})
         if options.guidellm:
             ours = next(port for name, port in ports.items() if name in OURS)
             report.add("guidellm", guide(options.guidellm, ours, folder, data, options))
