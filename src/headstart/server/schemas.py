@@ -283,7 +283,7 @@ class CompletionRequest(_Sampled):
 class Tokenize(Record):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: StrictBool | None = None
 
     @model_validator(mode="after")
