@@ -69,7 +69,9 @@ def test_speed_up_is_plain_time_over_its_time(options: SystemOptions, monkeypatc
         bencher.run(bencher.settings.seconds)
         found = bencher.result()
     of = found.ways[1].figures[ALL]
-    assert found.speedup.value == pytest.approx(of.tau)
+    assert found.speedup.value == pytest.approx(
+        of.tau, rel=0.01
+    )  # rounds that were stalled are told by their own clock
     assert found.ways[0].figures[ALL].tpot == pytest.approx(3)
     assert of.ttft == 3
 

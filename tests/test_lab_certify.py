@@ -21,7 +21,7 @@ from headstart.errors import InvalidParameter
 from headstart.lab import System, SystemOptions, certify, page_of, save
 from headstart.lab.budget import Budget
 from headstart.lab.certifying.audit import Answer, _race_gap, audited, tampered
-from headstart.lab.certifying.certify import PROCESSED, SERVED, STRESSED, Effort
+from headstart.lab.certifying.certify import PROCESSED, SERVED, STRESSED, Certifier, Effort
 from headstart.lab.certifying.checks import Examiner, Given
 from headstart.lab.certifying.engines import Engines
 from headstart.lab.certifying.evidence import Plan
@@ -108,6 +108,25 @@ def test_a_sound_pair_is_certified(options: SystemOptions, tmp_path: Path) -> No
     page = paths[1].read_text()
     assert "It holds" in page
     assert "false-alarm rate of 0.0001" in page
+
+
+def test_a_certificate_that_was_stopped_certifies_nothing(
+    options: SystemOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Certifier, "_structured", stopped)
+    with Certifier(options, effort=Effort(prompts=2, longest=12, tokens=8)) as certifier:
+        assert not certifier.begun
+        with pytest.raises(KeyboardInterrupt):
+            certifier.run(1.0)
+        assert certifier.begun
+        found = certifier.result(stopped=True)
+    assert all(check.holds for check in found.checks)
+    assert not found.holds
+    assert found.faults == ["it was stopped (Ctrl-C) before all checks were made"]
+    assert f"It certifies nothing: it was stopped behind {len(found.checks)} checks" in page_of(found)
 
 
 def test_nothing_to_certify(options: SystemOptions) -> None:

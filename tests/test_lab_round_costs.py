@@ -109,9 +109,9 @@ class Captured:
 
     max_len = 96
 
-    def __init__(self, gamma: int, rows: int) -> None:
+    def __init__(self, gamma: int, rows: int, seed: int) -> None:
         target, runner = (
-            EagerRunner(tiny_model("llama", seed=seed), rows=rows, max_len=96, margin=40) for seed in (0, 1)
+            EagerRunner(tiny_model("llama", seed=each), rows=rows, max_len=96, margin=40) for each in (0, seed)
         )
         drafter = ModelDrafter(runner, vocab_size=TINY_VOCABULARY, width=TINY_VOCABULARY)
         rounds = CapturedRounds(target, drafter, vocab_size=TINY_VOCABULARY, lengths=(0, gamma))
@@ -129,8 +129,9 @@ class Captured:
         return self.engine.listen(rounds)
 
 
-def test_captured_rounds_that_wait_for_the_host_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    system: Any = Captured(2, 3)
+@pytest.mark.parametrize("seed", [0, 1], ids=["a draft that is always right", "another draft"])
+def test_captured_rounds_that_wait_for_the_host_are_timed_apart(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    system: Any = Captured(2, 3, seed)
     captured = system.engine.parts.captured
     advanced = captured._state.advanced
 

@@ -51,7 +51,7 @@ def _entries(command: Any, context: Any) -> Iterator[Entry]:
         if param.param_type_name == "argument":
             yield Entry("Arguments", param.metavar or param.name, param.help or "", "")
             continue
-        names = ", ".join(sorted(param.opts, key=len))
+        names = ", ".join(sorted(dict.fromkeys(param.opts), key=len))
         if param.secondary_opts:
             names += " / " + ", ".join(param.secondary_opts)
         if not param.is_flag:

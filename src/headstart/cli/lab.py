@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..errors import InvalidParameter
 from ..lab.budget import Budget
-from ..progress import Tell
+from ..progress import Tell, silent
 from .options import ModelOptions, _gamma, section
 from .screen import note, output
 
@@ -72,7 +72,7 @@ class ReportOptions:
             check_out(self.out if self.out is not None else FOLDER)
         return Budget(None if self.thorough else self.seconds or SECONDS)
 
-    def finish(self, record: Record, show: Callable[[Console], None]) -> None:
+    def finish(self, record: Record, show: Callable[[Console], None], tell: Tell = silent) -> None:
         """Print what was found, and write it."""
         from ..lab.report.store import envelope, save
 
@@ -81,7 +81,9 @@ class ReportOptions:
         else:
             show(output())
         if self.out is not None or not self.json:
+            tell("drawing the page")
             paths = save(record, self.out)
+            tell("")
             note(f"  report: {paths[1]} (and {paths[0].name})")
 
 
@@ -150,7 +152,7 @@ def measure(
         stopped = True
     found = measurer.result(stopped=stopped)
     tell("")
-    report.finish(found, lambda console: show(console, found))
+    report.finish(found, lambda console: show(console, found), tell)
     if stopped:
         raise KeyboardInterrupt
     return found

@@ -21,6 +21,7 @@ from .budget import Budget
 from .figures import Measured, figures
 from .machine_facts import machine
 from .peers import HuggingFace, open_peers
+from .stalls import without_stalls
 from .statistics import Block, Ratio, ratio
 from .system import System, SystemOptions, check_fits
 from .texts import Text, by_task, choose, shipped
@@ -230,9 +231,14 @@ class Bencher:
         """Blocks of plain decoding and of another way, in the order of time. ``part``: what of an answer counts; by
         default all but its first token."""
         part = part or _decoding
-        both = zip(self._measured.get(PLAIN, ()), self._measured.get(name, ()), strict=True)
-        chosen = [(unit, base, mine) for (unit, base), (_, mine) in both if task in (None, unit.task)]
+        units = [unit for unit, _ in self._measured.get(PLAIN, ())]
+        both = zip(units, self._steady(PLAIN), self._steady(name), strict=True)
+        chosen = [(unit, base, mine) for unit, base, mine in both if task in (None, unit.task)]
         return [Block(unit.number, *part(base), *part(mine)) for unit, base, mine in chosen]
+
+    def _steady(self, name: str) -> list[Measured]:
+        """Of one way, less what something else on the machine took of its time."""
+        return without_stalls([measured for _, measured in self._measured.get(name, ())])
 
     def _ratios(self, name: str, tasks: Sequence[str], part: Part) -> dict[str, Ratio]:
         found = {task: ratio(self.pairs(name, part, None if task == ALL else task)) for task in (ALL, *tasks)}
@@ -306,6 +312,7 @@ def _measured(run: Run) -> Measured:
         decode_seconds=seconds,
         rounds=tuple(record for _, records in run.rounds for record in records if not record.prefill),
         ids=tuple(answer.choice.token_ids for answer in run.answers),
+        decoding=tuple(run.decoding_rounds),
     )
 
 

@@ -27,6 +27,7 @@ class Measured:
     decode_seconds: float
     rounds: tuple[Round, ...] = ()  # those that read no prompt, one for each row; none of an engine that tells none
     ids: tuple[tuple[int, ...], ...] = ()
+    decoding: tuple[Round, ...] = ()  # those of them that ``decode_seconds`` are the time of
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,8 @@ class _Blocks:
         gamma = gamma if captured.drafting else 0
         usual = self.block(gamma).seconds
         engine.abort("rounds-0")
-        short = SamplingParams(temperature=0, max_tokens=gamma + 2, ignore_eos=True)
+        # It does not draft: a token a round, so that it is near its end for some rounds.
+        short = SamplingParams(temperature=0, max_tokens=gamma + 2, ignore_eos=True, speculate=False)
         for number in range(SHORT):
             handle = engine.submit(Request(f"short-{number}", tuple(self.lines[0]), short))
             while engine.running(handle) is not None:

@@ -12,6 +12,10 @@ logarithm is as good as normal. Two kinds of chance are in it, and each has an i
 
 Noise of time comes in spells, so that blocks that follow each other are off together. The variance therefore counts
 neighbours in time with each other (Bartlett's weights, as Newey and West do), and never less than the blocks alone say.
+
+On a shared machine something else has the processor for a tenth of a second now and then, and one of the two answers
+gets all of it. A block whose ratio is far from what its prompt's other blocks say counts as if the slower side had been
+just so slow (``_without_stalls``): one stall in a hundred rounds would else make the interval twice as wide.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["LEVEL", "Block", "Interval", "Ratio", "geometric_mean", "median", "quantile", "ratio", "t_quantile"]
 
 LEVEL = 0.9  # how sure an interval is
+REACH = 2.5  # usual deviations of a block's ratio from its prompt's median, from where on it was stalled
+LIKE = 3  # blocks of a prompt that are needed to say so
+_NORMAL = 1.4826  # a normal law's standard deviation, in medians of absolute deviations
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ def ratio(blocks: Sequence[Block], level: float = LEVEL) -> Ratio | None:
     blocks = [b for b in blocks if b.base_tokens > 0 and b.tokens > 0 and b.base_seconds > 0 and b.seconds > 0]
     if not blocks:
         return None
+    blocks = _without_stalls(blocks)
     turns: dict[int, int] = defaultdict(int)  # of each prompt
     for block in blocks:
         turns[block.prompt] += 1
@@ -105,6 +113,30 @@ def ratio(blocks: Sequence[Block], level: float = LEVEL) -> Ratio | None:
     ]
     groups = [b.prompt for b in blocks]
     return Ratio(value, _noise(value, pulls, groups, level), _spread(value, pulls, groups, level), len(blocks))
+
+
+def _without_stalls(blocks: Sequence[Block]) -> list[Block]:
+    """The same blocks, those of a ratio that cannot be right brought back to where it could be."""
+    logs = [math.log(b.base_seconds / b.base_tokens * b.tokens / b.seconds) for b in blocks]
+    members: dict[int, list[float]] = defaultdict(list)
+    for log, block in zip(logs, blocks, strict=True):
+        members[block.prompt].append(log)
+    middles = {prompt: median(each) for prompt, each in members.items() if len(each) >= LIKE}
+    off = [sorted(abs(log - middles[prompt]) for log in members[prompt]) for prompt in middles]
+    # The median itself is no deviation: of an odd number of blocks one is off by nothing.
+    usual = [each for prompt in off for each in prompt[len(prompt) % 2 :]]
+    if not usual:
+        return list(blocks)
+    most = REACH * _NORMAL * median(usual)
+    found = []
+    for log, block in zip(logs, blocks, strict=True):
+        away = log - middles.get(block.prompt, log)
+        if away > most:  # the base was stalled
+            block = replace(block, base_seconds=block.base_seconds * math.exp(most - away))
+        elif away < -most:
+            block = replace(block, seconds=block.seconds * math.exp(most + away))
+        found.append(block)
+    return found
 
 
 def _noise(value: float, pulls: Sequence[float], groups: Sequence[int], level: float) -> Interval | None:

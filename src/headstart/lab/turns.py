@@ -119,9 +119,20 @@ class Run:
     @property
     def decoding(self) -> tuple[int, float]:
         """Tokens and seconds from when every row had its first token on."""
-        begun = max((times[0] for times in self._times.values()), default=0.0)
-        tokens = sum(record.emitted for time, records in self.rounds if time > begun for record in records)
+        begun = self._begun
+        tokens = sum(record.emitted for record in self.decoding_rounds)
         return tokens, (self.rounds[-1][0] if self.rounds else 0.0) - begun
+
+    @property
+    def decoding_rounds(self) -> list[Round]:
+        """The rounds of that time, one record for each row."""
+        begun = self._begun
+        return [record for time, records in self.rounds if time > begun for record in records]
+
+    @property
+    def _begun(self) -> float:
+        """When every row had its first token."""
+        return max((times[0] for times in self._times.values()), default=0.0)
 
     def abort(self) -> None:
         """Stop in the middle, so that the engine can be used again."""
