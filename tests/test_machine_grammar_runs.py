@@ -70,7 +70,9 @@ class Numbers(Matcher):
         ctypes.c_uint32.from_address(trg_pointer).value = 1 << A | 1 << B
 
 
-TOKENS = Vocabulary(len(TEXTS), frozenset({EOS}), TEXTS.__getitem__, lambda text: [TEXTS.index(bytes([c])) for c in text])
+TOKENS = Vocabulary(
+    len(TEXTS), frozenset({EOS}), TEXTS.__getitem__, lambda text: [TEXTS.index(bytes([c])) for c in text]
+)
 LINE = (A, TWELVE, THREE, FOUR, B, TWELVE, THREE, FOUR, MARK)
 BITS = [{A, B}, {TWELVE}, {THREE}, {FOUR}, {A, B}, {TWELVE}, {THREE}, {FOUR}, {MARK}]
 

@@ -26,7 +26,9 @@ PLAIN = llm()
 def asked(number: int) -> SamplingParams:
     """No two have the same shape; every third is free."""
     shapes: list[Structured | None] = [
-        Structured(json={"type": "object", "properties": {f"key{number}": {"enum": ["a", "bb"]}, "n": {"type": "null"}}}),
+        Structured(
+            json={"type": "object", "properties": {f"key{number}": {"enum": ["a", "bb"]}, "n": {"type": "null"}}}
+        ),
         Structured(regex=f"[a-c]{{2,6}}-{number}+"),
         None,
         Structured(choice=[f"yes {number}", f"no {number}"], after=">" if number % 2 else None),
