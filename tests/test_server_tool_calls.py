@@ -247,7 +247,15 @@ def test_vllms_ways(may_think: ScriptedServer, body: Any, text: str, all_that_fi
             "response_format.json_schema.schema",
             "",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": "x"}}}]}, "tools", ""),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}
+                ]
+            },
+            "tools",
+            "",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
             "tools.0.function.parameters",
