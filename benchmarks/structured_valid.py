@@ -2,6 +2,7 @@
 
     python benchmarks/structured_valid.py                       # 400 schemas, the embedded model
     python benchmarks/structured_valid.py --first 40 --count 20 # some of them; adds to what is stored
+    python benchmarks/structured_valid.py --only 184 255        # these, by their numbers
 
 Each schema (structured_schemas.py) is answered greedily and sampled with a seed, drafted and plain, alone and with
 seven others. Answers that came to their own end are held against the schema by the package ``jsonschema``, formats
@@ -50,9 +51,10 @@ def params_of(case: Case, *, greedy: bool, drafted: bool = True, number: int = 0
     return SamplingParams(max_tokens=MAX_TOKENS, structured=asked, speculate=drafted, **drawn)
 
 
-def answers(llm: LLM, group: list[Case], first: int, *, greedy: bool, drafted: bool, together: bool) -> list[Any]:
-    conversations = [[{"role": "user", "content": case.prompt}] for case in group]
-    params = [params_of(case, greedy=greedy, drafted=drafted, number=first + i) for i, case in enumerate(group)]
+def answers(llm: LLM, group: list[tuple[int, Case]], *, greedy: bool, drafted: bool, together: bool) -> list[Any]:
+    """Of schemas and their numbers, which are their seeds."""
+    conversations = [[{"role": "user", "content": case.prompt}] for _, case in group]
+    params = [params_of(case, greedy=greedy, drafted=drafted, number=number) for number, case in group]
     if together:
         return llm.chat(conversations, params)
     return [llm.chat(words, each) for words, each in zip(conversations, params, strict=True)]
@@ -116,23 +118,25 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--first", type=int, default=0)
     options.add_argument("--count", type=int, default=400)
+    options.add_argument("--only", type=int, nargs="+", help="numbers of schemas, in place of the two above")
     options.add_argument("--ways", type=int, nargs="+", default=range(len(WAYS)), help="which of them, from 0 on")
     options.add_argument("--seconds", type=float, default=1e9, help="begin no other eight after so long")
     options.add_argument("--threads", type=int, help="of the kernels; the bits do not depend on it")
     options.add_argument("--out", default="structured-valid.json")
     given = options.parse_args()
     stored, end = Stored(RESULTS / given.out), time.perf_counter() + given.seconds
-    llm, whole = LLM(threads=given.threads), cases()
-    for number in given.ways:
-        drafted, together = WAYS[number]
-        for first in range(given.first, min(given.first + given.count, len(whole)), 8):
+    llm, whole = LLM(threads=given.threads), list(enumerate(cases()))
+    chosen = [whole[i] for i in given.only] if given.only else whole[given.first : given.first + given.count]
+    for way in given.ways:
+        drafted, together = WAYS[way]
+        for first in range(0, len(chosen), 8):
             for greedy in (True, False):
-                group, way = whole[first : first + 8], named(drafted, together)
-                if time.perf_counter() > end or not any(stored.lacks(case, greedy, way) for case in group):
+                group, name = chosen[first : first + 8], named(drafted, together)
+                if time.perf_counter() > end or not any(stored.lacks(case, greedy, name) for _, case in group):
                     continue
-                found = answers(llm, group, first, greedy=greedy, drafted=drafted, together=together)
-                for case, answer in zip(group, found, strict=True):
-                    stored.add(case, greedy, way, answer)
+                found = answers(llm, group, greedy=greedy, drafted=drafted, together=together)
+                for (_, case), answer in zip(group, found, strict=True):
+                    stored.add(case, greedy, name, answer)
                 stored.save()
     log(json.dumps(stored.summary()))
 

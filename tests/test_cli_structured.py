@@ -22,7 +22,8 @@ def test_answers_are_what_was_asked_for(tiny_folder: str, tmp_path: Path) -> Non
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=2))
     (tmp_path / "grammar.lark").write_text('start: "<" /[ab]{2}/ ">"\n')
     asked = ("-m", tiny_folder, "-n", "40", "--seed", "1", "-t", "1")
-    for given in (str(tmp_path / "schema.json"), json.dumps(SCHEMA)):
+    long = SCHEMA | {"description": "more than a file's name can have: " + "x" * 300}
+    for given in (str(tmp_path / "schema.json"), json.dumps(SCHEMA), json.dumps(long)):
         (found,) = answers(*asked, "--json-schema", given, "Hi")
         assert set(json.loads(found["text"])) == {"ok"}
         assert found["finish_reason"] == "stop"

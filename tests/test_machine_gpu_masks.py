@@ -24,7 +24,7 @@ def test_the_same_logits(size: int, nodes: int) -> None:
 
     generator = torch.Generator().manual_seed(size + nodes)
     x = torch.randn(3, nodes, size, generator=generator)
-    x[0, 0, 1], x[1, 0, 2] = torch.nan, torch.inf  # numbers that break down stay broken, allowed or not
+    x[0, 0, 1], x[1, 0, 2] = torch.nan, torch.inf  # numbers that break down count where they are allowed
     wide = torch.randint(-(2**31), 2**31 - 1, (7, nodes + 2, -(-size // 32)), dtype=torch.int32, generator=generator)
     wide[2] = -1
     bits = wide.to(DEVICE)[:3, :nodes]

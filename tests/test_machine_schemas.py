@@ -69,21 +69,46 @@ def test_numbers_are_within_their_bounds(lower: str, upper: str) -> None:
 
 def test_only_what_is_taken_otherwise_is_said_otherwise() -> None:
     schema = {
-        "properties": {"exclusiveMinimum": {"type": "integer"}, "a": {"exclusiveMinimum": 1, "maximum": 3}},
+        "properties": {
+            "exclusiveMinimum": {"type": "integer"},
+            "a": {"type": "integer", "exclusiveMinimum": 1, "maximum": 3},
+            "b": {"exclusiveMinimum": 1, "multipleOf": 0.5},
+        },
         "exclusiveMinimum": True,  # draft 4's
         "const": {"exclusiveMinimum": 1, "maximum": 1.5},
-        "anyOf": [{"exclusiveMaximum": 0.5, "minimum": 0.25}, {"exclusiveMinimum": 10}],
+        "anyOf": [{"maximum": 0.5, "minimum": 0.25}, {"exclusiveMinimum": 1e300}],
     }
     assert json.loads(adapted(json.dumps(schema))) == schema
     assert json.loads(adapted('{"items": [{"exclusiveMinimum": 1, "maximum": 1.5}]}')) == {
         "items": [{"minimum": 1.0000000000000002, "maximum": 1.5}]
     }
     assert json.loads(adapted('{"exclusiveMaximum": 0, "minimum": -0.5}')) == {"maximum": -1e-15, "minimum": -0.5}
+    assert json.loads(adapted('{"exclusiveMinimum": 10, "minimum": 11}')) == {"minimum": 11}
     named = {"properties": {"default": {"exclusiveMinimum": 1, "maximum": 1.5}}}  # a property of that name
     assert json.loads(adapted(json.dumps(named)))["properties"]["default"] == {
         "minimum": 1.0000000000000002,
         "maximum": 1.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong", "right"),
+    [
+        ({"exclusiveMinimum": 10, "maximum": 11}, "10.0000000000000001", "10.000000000000002"),
+        ({"exclusiveMinimum": 10}, "10.0000000000000000001", "10.001"),
+        ({"minimum": -99, "exclusiveMaximum": -7.65}, "-7.65000000000000000001", "-7.6501"),
+        ({"exclusiveMinimum": 0.5, "maximum": 3}, "0.50000000000000000001", "0.5001"),
+        ({"exclusiveMinimum": 0, "maximum": 3}, "0." + "0" * 400 + "1", "0.0001"),
+        ({"exclusiveMaximum": 0, "minimum": -3}, "-0." + "0" * 400 + "1", "-0.0001"),
+    ],
+)
+def test_what_a_double_takes_for_the_bound_is_not_let_through(schema: dict[str, Any], wrong: str, right: str) -> None:
+    grammar = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,)).compile(
+        Structured(json=schema | {"type": "number"})
+    )
+    assert not within(float(wrong), schema)
+    assert not lets_through(grammar, wrong)
+    assert lets_through(grammar, right)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_calls_are_found(kind: str) -> None:
         ("llama3", '{"a": 1}', '{"a": 1}', []),
         ("llama3", '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
         ("llama3", ' <|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+        ("llama3", '<|py{"name": "add"}', '<|py{"name": "add"}', []),
         ("llama3", '<|python_tag|>print("hi")', '<|python_tag|>print("hi")', []),
         ("llama3", 'Sure: {"name": "add"}', 'Sure: {"name": "add"}', []),
         ("llama3", '{"name": "add"}; thanks', "; thanks", [("add", {})]),

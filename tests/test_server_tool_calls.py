@@ -155,6 +155,14 @@ def test_a_call_that_was_cut_short(server: Any) -> None:
     assert '{"a": 2, "b": "x"}'.startswith(arguments)
 
 
+def test_a_call_that_was_stopped_within(server: Any) -> None:
+    """Its arguments are no JSON: nobody is told to make that call."""
+    server.writes(CALLS[server.kind])
+    found = answered(server, tools=TOOLS, stop='"x"')
+    assert found["finish_reason"] == "stop"
+    assert found["message"]["tool_calls"] == [("add", '{"a": 2, "b": ')]
+
+
 def test_several_calls(thinking: ScriptedServer) -> None:
     one = '<tool_call>\n{"name": "do_nothing", "arguments": {}}\n</tool_call>'
     thinking.writes(f"which <tool_call> {{?\n</think>\n\n{one}\n{one}")
@@ -239,7 +247,20 @@ def test_vllms_ways(may_think: ScriptedServer, body: Any, text: str, all_that_fi
             "response_format.json_schema.schema",
             "",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, "tools", ""),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}
+                ]
+            },
+            "tools",
+            "",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools.0.function.parameters",
+            "its type must be 'object', not 'string'",
+        ),
         ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "cannot be used with tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", ""),
     ],

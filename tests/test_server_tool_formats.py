@@ -75,6 +75,32 @@ def test_what_is_offered_may_be_called_in_the_models_way_only(kind: str) -> None
             assert right not in call or not taken(grammar, call.replace(right, wrong, 1))
 
 
+def test_what_is_read_as_a_call_or_a_thought_is_no_free_text() -> None:
+    """Behind blanks and a Python tag a reader finds a call, and behind blanks a thought: the grammar knows both."""
+    llama = Grammar(no_token, None).calls(FORMATS["llama3"], boxed())
+    call = CALLS["llama3"][0]
+    for before in ("<|python_tag|>", "\n <|python_tag|>", "\n"):
+        assert not taken(llama, before + call.replace('"a": 1', '"a": "1"'))
+    assert taken(llama, "<|python_tag|>print(1)")
+    hermes = Grammar(no_token, Thinking()).calls(FORMATS["hermes"], boxed())
+    assert not taken(hermes, "\n<think>so" + CALLS["hermes"][0])
+    assert taken(hermes, "\n<thing>so" + CALLS["hermes"][0])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "x"}, {"type": ["object", "null"]}, {"anyOf": [{"required": ["a"]}, {"type": "integer"}]}],
+)
+def test_arguments_are_an_object(parameters: Any) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    box = Toolbox.of([tool], "required", None)
+    assert box is not None
+    grammar = Grammar(no_token, None).calls(FORMATS["llama3"], box)
+    assert taken(grammar, '{"name": "f", "parameters": {"a": 1}}')
+    for other in ("5", "null", '"x"', "[]"):
+        assert not taken(grammar, f'{{"name": "f", "parameters": {other}}}')
+
+
 @pytest.mark.parametrize("kind", CALLS)
 def test_what_is_required_is_called(kind: str) -> None:
     grammar = Grammar(no_token, None).calls(FORMATS[kind], boxed("required"))

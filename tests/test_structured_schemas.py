@@ -38,8 +38,9 @@ def valid(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_answers_are_valid_and_the_same_in_every_way(valid: ModuleType, greedy: bool) -> None:
     llm, cases = LLM(), valid.cases(21)
     chosen = [cases[number] for number in SOME]
-    drafted, plain = (valid.answers(llm, chosen, 0, greedy=greedy, drafted=way, together=True) for way in (True, False))
-    alone = valid.answers(llm, chosen[:3], 0, greedy=greedy, drafted=True, together=False)
+    group = list(zip(SOME, chosen, strict=True))
+    drafted, plain = (valid.answers(llm, group, greedy=greedy, drafted=way, together=True) for way in (True, False))
+    alone = valid.answers(llm, group[:3], greedy=greedy, drafted=True, together=False)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     assert [each.token_ids for each in drafted[:3]] == [each.token_ids for each in alone]
     ended = [(case, each.text) for case, each in zip(chosen, drafted, strict=True) if each.finish_reason == "stop"]

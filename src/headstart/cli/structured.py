@@ -5,6 +5,7 @@ Knows: names, help texts, and that a schema or a grammar may stand in a file. Do
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -56,10 +57,10 @@ class StructuredOptions:
 
 def _read(name: str, value: str, sign: str) -> str:
     """The text itself, which has this sign in it, or what stands in the file of that name."""
-    if sign in value and not Path(value).exists():
+    if sign in value and not os.path.exists(value):  # Path's own fails for texts that no file can be called
         return value
     try:
         return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InvalidParameter(name, f"names the file {value!r}, which cannot be read: {why}") from error

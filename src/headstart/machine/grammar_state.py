@@ -4,13 +4,13 @@ Knows: committed and drafted tokens, a grammar that reads them (``Matcher``), fr
 Does not know: how grammars are compiled (``grammar``), logits, rounds.
 
 A mask follows from the text alone, so it is the same whoever asks, in whatever order. Where the grammar leaves only one
-way to go on, the mask has one bit: the token that the tokenizer itself would write there.
+way to go on, the mask has one bit: the token that the tokenizer itself would write there. Such a run of tokens is asked
+for once, where it begins, and the grammar reads it once it is over: in between there is nothing to ask it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
@@ -132,12 +132,14 @@ def behind(text: bytes, mark: bytes) -> bytes | None:
 class _Place:
     """A place in a grammar, or before it: in the free text up to ``after``."""
 
-    __slots__ = ("endings", "fault", "grammar", "matcher", "others", "over", "tail")
+    __slots__ = ("endings", "fault", "grammar", "matcher", "others", "over", "run", "tail", "unread")
 
     def __init__(self, grammar: CompiledGrammar, endings: frozenset[int]) -> None:
         self.grammar, self.endings = grammar, endings
         self.others = endings - grammar.tokens.eos  # llguidance knows when the eos tokens may come
         self.matcher = grammar.fresh() if not grammar.after else None  # None: in the free text
+        self.run: tuple[int, ...] | None = None  # what must come next, empty where there is a choice; None: not known
+        self.unread: tuple[int, ...] = ()  # tokens of a run that the matcher has not read; not empty only inside of one
         self.tail = b""  # the end of the free text
         self.over = False
         self.fault: str | None = None
@@ -147,6 +149,7 @@ class _Place:
         found.grammar, found.tail = self.grammar, self.tail
         found.endings, found.others = self.endings, self.others
         found.matcher = self.matcher.deep_copy() if self.matcher is not None else None
+        found.run, found.unread = self.run, self.unread
         found.over, found.fault = self.over, self.fault
         return found
 
@@ -156,7 +159,13 @@ class _Place:
         if token in self.endings:
             self.over = True
         elif self.matcher is not None:
-            self._advance([token])
+            # A run counts from where it begins, whether anybody asked there or not: masks follow from the text alone.
+            run, line = self.forced(), (*self.unread, token)
+            if run[:1] == (token,) and len(run) > 1:
+                self.run, self.unread = run[1:], line
+            else:
+                self.run, self.unread = None, ()
+                self._advance(list(line))
         else:
             text, mark = self.tail + self.grammar.tokens.spelt(token), self.grammar.after
             rest = behind(text, mark)
@@ -176,10 +185,20 @@ class _Place:
         assert self.matcher is not None
         self.fault = f"the grammar could not be followed here: {first_line(self.matcher.get_error())}"
 
-    def forced(self) -> list[int]:
+    def forced(self) -> tuple[int, ...]:
         if self.over or self.fault is not None or self.matcher is None:
-            return []
-        return self.matcher.compute_ff_tokens()
+            return ()
+        if self.run is None:
+            self.run = tuple(self.matcher.compute_ff_tokens())
+        return self.run
+
+    def fits(self, line: Sequence[int]) -> int | None:
+        """How many of these may follow; None: that is to be asked a token at a time."""
+        if self.over or self.fault is not None:
+            return 0
+        if self.matcher is None or self.run or self.endings.intersection(line):
+            return None
+        return self.matcher.validate_tokens(list(line))
 
     def mask(self) -> Mask | None:
         """No bit where the grammar cannot be followed; anything (None) behind its end, where nothing counts."""
@@ -211,7 +230,8 @@ class GrammarState:
         self._min_tokens, self._taken = min_tokens, 0
         self._words, self._budget = grammar.tokens, grammar.budget
         self._ahead: tuple[tuple[int, ...], _Place] | None = None  # a place behind drafted tokens, and which
-        self._known: dict[tuple[int, ...], Mask | None] = {}  # masks behind drafted tokens, until one is committed
+        #: masks behind drafted tokens, and what must come there; of those that are committed, the rest stays
+        self._known: dict[tuple[int, ...], tuple[Mask | None, tuple[int, ...] | None]] = {}
         self._fault: str | None = None  # of a place behind drafted tokens
         self._lock = Lock()
 
@@ -226,15 +246,18 @@ class GrammarState:
 
     def take(self, token: int) -> None:
         with self._lock, self._budget.spending(tokens=1):
-            self._ahead, self._fault = None, None
-            self._known.clear()
+            known = self._known if self._fault is None else {}
+            self._ahead, self._fault, self._known = None, None, {}
             self._taken += 1
             self._base.take(token)
+            self._known = {path[1:]: found for path, found in known.items() if path[:1] == (token,)}
+            if self._base.run is None and () in self._known:
+                self._base.run = self._known[()][1]
 
     def mask(self, drafted: tuple[int, ...]) -> Mask | None:
         with self._lock:
             if drafted in self._known:
-                return self._known[drafted]
+                return self._known[drafted][0]
             if self._budget.exceeded:
                 return np.zeros(self._words.words, np.uint32)
             with self._budget.spending():
@@ -243,18 +266,12 @@ class GrammarState:
     def fits(self, drafted: Sequence[int]) -> int:
         line, count = () if self._budget.exceeded else tuple(drafted), 0
         with self._lock, self._budget.spending():
-            while count < len(line) and line[:count] in self._known:
-                row = self._known[line[:count]]
-                if row is not None and not allows(row, line[count]):
-                    return count
-                count += 1
             while count < len(line):
-                with self._at(line[:count]) as place:
-                    if place.over or place.fault is not None:
-                        return count
-                    if place.matcher is not None and not place.endings.intersection(line[count:]):
-                        return count + place.matcher.validate_tokens(list(line[count:]))
-                row = self._mask(line[:count])  # free text, or its end: a token at a time
+                if line[:count] not in self._known:
+                    fitting = self._at(line[:count]).fits(line[count:])
+                    if fitting is not None:
+                        return count + fitting
+                row = self._mask(line[:count])
                 if row is not None and not allows(row, line[count]):
                     return count
                 count += 1
@@ -264,21 +281,19 @@ class GrammarState:
         if self._budget.exceeded:
             return ()
         with self._lock, self._budget.spending():
-            return tuple(self._base.forced()[:most])
+            return self._base.forced()[:most]
 
     def _mask(self, drafted: tuple[int, ...]) -> Mask | None:
-        if drafted not in self._known:
-            with self._at(drafted) as place:
-                row = place.mask()
-                self._fault = self._fault or (place.fault if place is not self._base else None)
-            if self._taken + len(drafted) < self._min_tokens and not self._over(drafted):
+        found = self._known.get(drafted)
+        if found is None:
+            place = self._at(drafted)
+            row = place.mask()
+            if drafted and place.fault is not None:
+                self._fault = self._fault or place.fault
+            if self._taken + len(drafted) < self._min_tokens and not place.over:
                 row = self._held_back(row)
-            self._known[drafted] = row
-        return self._known[drafted]
-
-    def _over(self, drafted: tuple[int, ...]) -> bool:
-        with self._at(drafted) as place:
-            return place.over
+            found = self._known[drafted] = row, place.run
+        return found[0]
 
     def _held_back(self, row: Mask | None) -> Mask:
         """Without what would end the text, unless there is nothing else."""
@@ -288,17 +303,15 @@ class GrammarState:
                 found[token >> 5] &= ~np.uint32(1 << (token & 31))
         return found if row is None or found.any() else row
 
-    @contextmanager
-    def _at(self, drafted: tuple[int, ...]) -> Iterator[_Place]:
+    def _at(self, drafted: tuple[int, ...]) -> _Place:
         """The place behind drafted tokens. One is kept; an interruption in the middle of a move leaves none."""
         if not drafted:
-            yield self._base
-            return
+            return self._base
         kept, self._ahead = self._ahead, None
         if kept is None or drafted[: len(kept[0])] != kept[0]:
             kept = (), self._base.copy()
         at, place = kept
         for token in drafted[len(at) :]:
             place.take(token)
-        yield place
         self._ahead = drafted, place
+        return place

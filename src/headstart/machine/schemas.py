@@ -15,11 +15,8 @@ __all__ = ["adapted"]
 
 _DATA = ("const", "enum", "default", "examples")  # these hold no schemas
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # these hold them by name
-#: the bound that counts, which way the next number lies, and the bounds on the other side
-_SIDES = {
-    "exclusiveMinimum": ("minimum", 1.0, ("maximum", "exclusiveMaximum")),
-    "exclusiveMaximum": ("maximum", -1.0, ("minimum", "exclusiveMinimum")),
-}
+#: the bound that counts, which way the next number lies, and which of two such bounds is the narrower
+_SIDES = {"exclusiveMinimum": ("minimum", 1.0, max), "exclusiveMaximum": ("maximum", -1.0, min)}
 _SMALL = 1e-15  # next to 0, where doubles have hundreds of digits
 
 _NANOSECONDS = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
@@ -57,16 +54,19 @@ def _walked(schema: Any) -> Any:
 
 
 def exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, but where a whole number is a bound that does not count, and the other bound begins like it:
-    there the next number is a bound that counts. llguidance 1.9 lets 10 through for above 10 and at most 10.25."""
+    """The same schema, where the next number is a bound that counts, in place of one that does not: 10.0000000000000001
+    is above 10, but 10 for everybody who reads it as a double. And llguidance 1.9 lets 10 through for above 10 and at
+    most 10.25. Whole numbers and steps are not that close to anything. Only bounds towards 0 are moved: below 10.5, it
+    would take 10.499999999999998 for one that 10.4 is not below; there 10.49999999999999999 gets through."""
+    if schema.get("type") == "integer" or "multipleOf" in schema:
+        return schema
     found = dict(schema)
-    for name, (bound, towards, others) in _SIDES.items():
+    for name, (bound, towards, narrower) in _SIDES.items():
         value = found.get(name)
-        if _number(value) and value == int(value) and value * towards >= 0 and bound not in found:
-            ends = [found[other] for other in others if _number(found.get(other))]
-            if any(abs(end - value) < 1 for end in ends):
-                del found[name]
-                found[bound] = math.nextafter(value, towards * math.inf) if value else math.copysign(_SMALL, towards)
+        if _number(value) and value * towards >= 0 and (bound not in found or _number(found[bound])):
+            del found[name]
+            near = math.nextafter(value, towards * math.inf) if value else math.copysign(_SMALL, towards)
+            found[bound] = narrower(near, found.get(bound, near))
     return found
 
 

@@ -31,10 +31,10 @@ def only(mask: Mask) -> int | None:
 
 def masked(logits: Tensor, bits: Tensor) -> Tensor:
     """logits [R, N, V] without the tokens whose bits are not set: bits [R, N, W] int32, 32 tokens each -> a new tensor.
-    A sum, so that NaN stays where it is. Nothing here waits for a device."""
+    What is not allowed does not count, broken numbers neither. Nothing here waits for a device."""
     places = torch.arange(32, device=bits.device, dtype=bits.dtype)
     allowed = (bits.unsqueeze(-1) >> places & 1).flatten(-2)[..., : logits.shape[-1]]
-    return logits + torch.where(allowed > 0, 0.0, -torch.inf).to(logits.dtype)
+    return logits.masked_fill(allowed == 0, -torch.inf)
 
 
 def unpacked(masks: Sequence[Sequence[Mask | None]], nodes: int, width: int, device: torch.device | str) -> Tensor:

@@ -127,8 +127,8 @@ def processed(logits: Tensor, warp: Warp, **nodes: Unpack[Nodes]) -> Tensor:
         if history is None:
             raise ValueError("a row uses a penalty, so the history is needed")
         x = _penalties(x, warp, history, nodes.get("tokens"), topology)
-    if warp.allowed is not None:  # a sum, so that NaN stays where it is
-        x = x + torch.where(warp.allowed, 0.0, -torch.inf).to(x.dtype)
+    if warp.allowed is not None:  # what is not allowed does not count, broken numbers neither
+        x = x.masked_fill(~warp.allowed, -torch.inf)
     return x
 
 

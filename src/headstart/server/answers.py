@@ -199,8 +199,10 @@ class Chats(Writer):
         return found | ({"tool_calls": list(calls.values())} if calls else {})
 
     def _reason(self, reason: str | None, reply: Reply) -> str | None:
-        """OpenAI's: an answer that called the tool it was told to call has just stopped."""
-        return "tool_calls" if reason == "stop" and reply.calls and not self.named else reason
+        """OpenAI's: an answer that called the tool it was told to call has just stopped. So has one that was stopped
+        within a call, by a text of the client's: nobody can make that call."""
+        called = reply.calls and not reply.cut and not self.named
+        return "tool_calls" if reason == "stop" and called else reason
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from .call_objects import CallObject, Part
 
-__all__ = ["Part", "Reading", "Reply", "Thinking", "hermes", "llama3", "mistral", "plain"]
+__all__ = ["PYTHON_TAG", "Part", "Reading", "Reply", "Thinking", "hermes", "llama3", "mistral", "plain"]
 
 _BLANK = " \t\r\n"
 _END = ""  # in the place of a character: nothing more comes
@@ -30,6 +30,7 @@ class _Out:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.cut = False  # the last of them has no end
         self.thought = False  # something was, and its end was found
         self._parts: list[Part] = []
         self._blank = self._breaks = ""
@@ -102,6 +103,11 @@ class Reply:
         """Calls that were found so far."""
         return self._out.calls
 
+    @property
+    def cut(self) -> bool:
+        """Does the last of them lack its end?"""
+        return self._out.cut
+
     def push(self, text: str) -> list[Part]:
         """The parts that the text makes known."""
         for char in text:
@@ -166,6 +172,7 @@ def _object(out: _Out, char: str, names: Collection[str] | None = None) -> Gener
         if call.done:
             break
     out.calls += call.begun
+    out.cut = call.begun and not call.done
     return call, char
 
 
@@ -226,7 +233,7 @@ def llama3(out: _Out, names: Collection[str]) -> _Reader:
     raw, char = yield from _blanks((yield))
     tag, char = yield from _begins(PYTHON_TAG, char)
     raw += tag
-    while char == "{":
+    while char == "{" and tag in ("", PYTHON_TAG):
         call, char = yield from _object(out, char, names)
         if not call.begun:
             raw += call.raw

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..machine.schemas import exact_bounds
 from ..structured import check_schema
-from .replies import TOOL_CALL, TOOL_CALLS, Reading, Thinking, hermes, llama3, mistral
+from .replies import PYTHON_TAG, TOOL_CALL, TOOL_CALLS, Reading, Thinking, hermes, llama3, mistral
 from .tools import Tool, Toolbox
 
 __all__ = ["FORMATS", "SPACED", "Grammar", "ToolFormat", "format_of", "json_rule"]
@@ -24,6 +24,9 @@ __all__ = ["FORMATS", "SPACED", "Grammar", "ToolFormat", "format_of", "json_rule
 Token = Callable[[str], int | None]
 #: between the parts of arguments: as templates and training texts have it
 SPACED: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: what ``replies`` passes over, and takes for the beginning of a call without a tag
+_BLANKS = r"[ \n\t\r]*"
+_CALL = rf"{_BLANKS}({re.escape(PYTHON_TAG)})?\{{"
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Grammar:
     def _offered(self, format: ToolFormat, content: str | None, more: str) -> tuple[str, ...]:
         """The ways in which an answer may go that need not call anything."""
         tag = format.tag
-        self._rules |= {"TEXT": "FREE", "FREE": self._free() if tag else self._free(r"[ \n\t\r]*\{")}
+        self._rules |= {"TEXT": "FREE", "FREE": self._free() if tag else self._free(_CALL)}
         if content is not None or not tag:
             # JSON could not stand beside calls without a tag: the lexer knows no way back.
             return content or "TEXT", "calls"
@@ -129,7 +132,7 @@ class Grammar:
         """Any text, but for these beginnings; where a thought may come, none that begins like one."""
         tags, anything = self._thinking, r"(.|\n)*"
         if tags is not None and not tags.opened:
-            beginnings = (*beginnings, re.escape(tags.opening).replace("/", r"\/"))
+            beginnings = (*beginnings, _BLANKS + re.escape(tags.opening).replace("/", r"\/"))
         return " & ".join([f"/{anything}/", *(f"~/{each}{anything}/" for each in beginnings)])
 
     def _call(self, format: ToolFormat, tool: Tool) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, field_validator
 
 from .errors import Refused
 from .records import Record
@@ -26,6 +26,14 @@ class Function(Record):
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None  # calls are always held to their schema
 
+    @field_validator("parameters")
+    @classmethod
+    def _an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        kinds = (given or {}).get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise ValueError(f"arguments are an object, so its type must be 'object', not {kinds!r:.60}")
+        return given
+
 
 class Tool(Record):
     type: Literal["function"]
@@ -33,8 +41,11 @@ class Tool(Record):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Without one: no arguments."""
-        return self.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        """Always an object. Without one: no arguments."""
+        given = self.function.parameters
+        if not given:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return given | {"type": "object"}
 
     def as_dict(self) -> dict[str, Any]:
         """As chat templates expect it."""

@@ -29,13 +29,36 @@ struct Chain {
     const uint32_t* const* masks;  // [n + 1] of the nodes, null where anything may follow; or null
     int words;              // of a mask
 
-    // A node's logits; with a mask on them in ``room``.
-    const float* row(int node, std::vector<float>& room) const {
-        const float* from = x + node * stride;
-        if (!masks || !masks[node]) return from;
-        room.resize(size);
-        mask_logits(from, size, masks[node], words, room.data());
-        return room.data();
+    const float* at(int node) const { return x + node * stride; }
+    Allowed allowed(int node) const { return {masks ? masks[node] : nullptr, words}; }
+
+    // A node's distribution; returns the largest p, NaN if its numbers are broken.
+    float p_of(int node, const Knobs& knobs, float* p, std::vector<float>& room) const {
+        const Allowed mask = allowed(node);
+        if (!mask.mask) return distribution(at(node), size, knobs, p);
+        const int64_t token = mask.only(size);
+        if (token == -1) {
+            room.resize(size);
+            mask.apply(at(node), size, room.data());
+            return distribution(room.data(), size, knobs, p);
+        }
+        const float sound = token >= 0 && std::isfinite(at(node)[token]) ? 1.0f : NAN;
+        std::fill(p, p + size, sound * 0.0f);
+        if (token >= 0) p[token] = sound;
+        return sound;
+    }
+
+    // What the target itself puts behind a node; -1: its numbers are broken.
+    int64_t target(int node, const Knobs& knobs, float* p, std::vector<float>& room) const {
+        const Allowed mask = allowed(node);
+        int64_t token = mask.mask ? mask.only(size) : -1;
+        if (token == -1) {
+            if (knobs.rule == GREEDY)
+                token = mask.mask ? first_largest(at(node), size, mask) : first_largest(at(node), size);
+            else if (std::isfinite(p_of(node, knobs, p, room)))
+                token = race(p, nullptr, size, noise_of(knobs.seed, knobs.base + node, 0, COUPLED));
+        }
+        return token >= 0 && std::isfinite(at(node)[token]) ? token : -1;
     }
 };
 
@@ -123,15 +146,7 @@ struct Rejection {
 
 Verdict follow(const Chain& c, const Knobs& knobs, float* p, std::vector<float>& room) {
     for (int node = 0;; node++) {
-        const float* x = c.row(node, room);
-        int64_t token;
-        if (knobs.rule == GREEDY) {
-            token = first_largest(x, c.size);
-            if (!std::isfinite(x[token])) token = -1;
-        } else {
-            const bool sound = std::isfinite(distribution(x, c.size, knobs, p));
-            token = sound ? race(p, nullptr, c.size, noise_of(knobs.seed, knobs.base + node, 0, COUPLED)) : -1;
-        }
+        const int64_t token = c.target(node, knobs, p, room);
         if (token < 0 || node == c.n || c.tokens[node] != token) return {node, token};
     }
 }
@@ -145,7 +160,7 @@ struct Nodes {
     void work() {
         static thread_local std::vector<float> room;
         for (int i; (i = next.take()) <= c.n;)
-            most[i] = distribution(c.row(i, room), c.size, knobs, p + (size_t)i * c.size);
+            most[i] = c.p_of(i, knobs, p + (size_t)i * c.size, room);
     }
 };
 

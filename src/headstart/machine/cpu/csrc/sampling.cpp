@@ -242,6 +242,45 @@ int64_t first_largest(const float* x, int size) {
     return 0;
 }
 
+int64_t Allowed::only(int size) const {
+    int64_t found = -2;
+    for (int w = 0; w * 32 < size; w++) {
+        uint32_t bits = word(w);
+        if (!bits) continue;
+        if (size - w * 32 < 32) bits &= (1u << (size - w * 32)) - 1;
+        if (!bits) continue;
+        if (found >= 0 || (bits & (bits - 1))) return -1;
+        found = w * 32 + __builtin_ctz(bits);
+    }
+    return found;
+}
+
+int64_t first_largest(const float* x, int size, const Allowed& allowed) {
+    vf top = splat(-INFINITY);
+    vi broken = splat_int(0);
+    const int whole = size / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) {
+        if (!(allowed.word(i / 32) >> (i % 32) & 0xffff)) continue;  // most of many masks
+        const vi ok = allowed.lanes(i);
+        const vf v = choose(ok, load(x + i), splat(-INFINITY));
+        broken |= v != v;
+        top = larger(v, top);
+    }
+    float most = greatest(top);
+    bool odd = any(broken);
+    for (int i = whole; i < size; i++) {
+        if (!(allowed.word(i / 32) >> (i % 32) & 1)) continue;
+        odd |= std::isnan(x[i]);
+        most = x[i] > most ? x[i] : most;
+    }
+    for (int w = 0; w * 32 < size; w++)
+        for (uint32_t bits = allowed.word(w); bits; bits &= bits - 1) {
+            const int i = w * 32 + __builtin_ctz(bits);
+            if (i < size && (odd ? std::isnan(x[i]) : x[i] == most)) return i;
+        }
+    return -1;
+}
+
 namespace {
 
 struct Rows {

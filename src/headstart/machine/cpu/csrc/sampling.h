@@ -63,21 +63,33 @@ template <typename Value> HS_INLINE double summed(int size, Value value) {
     return total;
 }
 
-// Logits x with a grammar's mask on them: a bit for each token, the lowest first; tokens past its end are not allowed. A
-// sum, so that NaN stays where it is.
-HS_INLINE void mask_logits(const float* x, int size, const uint32_t* mask, int words, float* to) {
-    const vi lane = lane_bits();
-    for (int i = 0; i < size; i += LANES) {
-        const uint32_t bits = i / 32 < words ? mask[i / 32] >> (i % 32) & 0xffff : 0;
-        const vf ban = (vf)(((splat_int((int32_t)bits) & lane) == splat_int(0)) & (vi)splat(-INFINITY));
-        if (i + LANES <= size) {
-            store(to + i, load(x + i) + ban);
-        } else {
-            const vf v = load_some(x + i, size - i, 0.0f) + ban;
-            memcpy(to + i, &v, sizeof(float) * (size_t)(size - i));
+// What a grammar allows: a bit for each token, the lowest first; tokens past its end are not allowed. The numbers of those
+// that are not do not count, broken or not.
+struct Allowed {
+    const uint32_t* mask;
+    int words;
+
+    HS_INLINE uint32_t word(int number) const { return number < words ? mask[number] : 0; }
+
+    // The token, where there is only one among the first ``size``; -1: there are several; -2: there is none.
+    int64_t only(int size) const;
+
+    // x without what is not allowed.
+    HS_INLINE void apply(const float* x, int size, float* to) const {
+        for (int i = 0; i < size; i += LANES) {
+            const vi ok = lanes(i);
+            const vf v = choose(ok, i + LANES <= size ? load(x + i) : load_some(x + i, size - i, 0.0f), splat(-INFINITY));
+            if (i + LANES <= size) store(to + i, v);
+            if (i + LANES > size) memcpy(to + i, &v, sizeof(float) * (size_t)(size - i));
         }
     }
-}
+
+    // Which of the sixteen from i on (a multiple of sixteen) are allowed: -1 or 0 each.
+    HS_INLINE vi lanes(int i) const {
+        const uint32_t bits = word(i / 32) >> (i % 32) & 0xffff;
+        return (splat_int((int32_t)bits) & lane_bits()) != splat_int(0);
+    }
+};
 
 // Logits x -> p by the row's settings; returns the largest p. NaN all over if there is NaN in x, or nothing finite.
 float distribution(const float* x, int size, const Knobs& knobs, float* p);
@@ -87,5 +99,8 @@ int64_t race(const float* p, const int32_t* ids, int size, Words noise);
 
 // The first of the largest values; NaN is the largest of all.
 int64_t first_largest(const float* x, int size);
+
+// The same of those that are allowed; -1: there are none.
+int64_t first_largest(const float* x, int size, const Allowed& allowed);
 
 }  // namespace hs

@@ -22,8 +22,7 @@ def _mask_kernel(logits, bits, out, nodes, V, apart, between, B: tl.constexpr):
     words = bits + (m // nodes) * apart + (m % nodes) * between
     word = tl.load(words + v // 32, mask=v < V, other=0)
     x = tl.load(logits + m * V + v, mask=v < V, other=0.0)
-    # A sum, so that NaN stays where it is.
-    tl.store(out + m * V + v, x + tl.where(((word >> (v % 32)) & 1) != 0, 0.0, float("-inf")), mask=v < V)
+    tl.store(out + m * V + v, tl.where(((word >> (v % 32)) & 1) != 0, x, float("-inf")), mask=v < V)
 
 
 def masked(logits: Tensor, bits: Tensor) -> Tensor:
