@@ -1,7 +1,7 @@
 """Runs of tokens that a grammar forces: asked for once, and the same whoever asks, where and in what order.
 
-With a grammar whose tokenizer writes the rest of a run otherwise than the run itself ("1234" is 12, 3, 4, but "34" is one
-token, as where digits are grouped): a run that counted from wherever somebody asked would depend on the draft.
+With a grammar whose tokenizer writes the rest of a run otherwise than the run itself ("1234" is 12, 3, 4, but "34" is
+one token, as where digits are grouped): a run that counted from wherever somebody asked would depend on the draft.
 """
 
 from __future__ import annotations
