@@ -46,7 +46,11 @@ def _parts(found: Bench) -> Iterator[Html]:
 
 def _sentence(found: Bench) -> str:
     prompts = sum(found.prompts.values())
-    where = f"{prompts} prompts of {len(found.tasks)} tasks" if len(found.tasks) > 1 else f"{prompts} prompts"
+    where = (
+        f"{prompts} prompts of {len(found.tasks)} tasks"
+        if len(found.tasks) > 1
+        else f"{prompts} prompt{'s' * (prompts != 1)}"
+    )
     measured = f"measured on {where}, {found.turns:.1f} times each, in {found.seconds:.0f} s"
     gain = found.speedup
     if gain is None or len(found.ways) < 2:

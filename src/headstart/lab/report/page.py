@@ -58,7 +58,7 @@ p { margin: 0.4rem 0; max-width: 62rem; }
 table { border-collapse: collapse; margin: 0.4rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.28rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
-td.text { text-align: left; white-space: normal; min-width: 12rem; }
+td.text, th.text { text-align: left; white-space: normal; min-width: 12rem; }
 dl { display: grid; grid-template-columns: minmax(7rem, max-content) 1fr; gap: 0.15rem 1rem; margin: 0.4rem 0; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(25rem, 100%), 1fr)); gap: 1rem 2rem; }
@@ -108,7 +108,8 @@ def table(
     def cell(index: int, value: object) -> str:
         return f'<td class="text">{_html(value)}</td>' if index in text else f"<td>{_html(value)}</td>"
 
-    head = "".join(f'<th scope="col">{_html(name)}</th>' for name in columns)
+    words = (' class="text"' if i in text else "" for i in range(len(columns)))
+    head = "".join(f'<th scope="col"{kind}>{_html(name)}</th>' for kind, name in zip(words, columns, strict=True))
     lines = ("<tr>" + "".join(cell(i, value) for i, value in enumerate(row)) + "</tr>" for row in rows)
     told = f'<p class="muted">{escape(caption)}</p>' if caption else ""  # not a caption, which is as wide as the table
     body = "\n".join(lines)

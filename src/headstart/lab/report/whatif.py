@@ -59,7 +59,7 @@ def _picture(cases: Sequence[Case]) -> tuple[str, str]:
     drawn = lines(
         series,
         "draft length gamma (tokens)",
-        "speed-up over plain decoding (times)",
+        "speed-up (times)",
         title="by gamma",
         level=1,
         whole=True,
