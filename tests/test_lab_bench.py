@@ -109,7 +109,7 @@ def test_when_the_time_is_over_there_is_what_there_is(options: SystemOptions) ->
     assert any("no time for these tasks: b" in said for said in found.notes)
     assert any("twice" in said for said in found.notes)
     assert found.speedup.interval is None
-    assert "1 prompts" in page_of(found)
+    assert "measured on 1 prompt, " in page_of(found)
 
 
 def test_stopped_in_the_middle_nothing_is_half(options: SystemOptions, monkeypatch: pytest.MonkeyPatch) -> None:
