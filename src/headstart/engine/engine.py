@@ -29,6 +29,7 @@ from ..machine.model_runner import ModelRunner
 from ..types import Request, Round
 from .captured import CapturedRounds
 from .context import RoundContext
+from .copies import undisturbed
 from .handle import Handle, Reception
 from .listeners import Listeners
 from .players import players
@@ -348,10 +349,9 @@ class Engine:
     def _collapse(self, error: Exception) -> None:
         """Something went wrong outside a round (memory for a row, say): all that have a row fail, the rest wait on."""
         log.error("a step failed; every running sequence ends with an error", exc_info=error)
-        for handle in list(self._handles.values()):
-            for sequence in handle.sequences:
-                if not self._scheduler.waits(sequence):
-                    sequence.end("error", f"{type(error).__name__}: {error}")
+        for sequence in undisturbed(lambda: [s for handle in self._handles.values() for s in handle.sequences]):
+            if not self._scheduler.waits(sequence):
+                sequence.end("error", f"{type(error).__name__}: {error}")
         self._recover()
 
     def _recover(self) -> None:
@@ -366,7 +366,7 @@ class Engine:
     def _requeue(self) -> int:
         """Put all that goes on in the line, and close the books of the rest. How many go on."""
         with self._door:
-            sequences = [s for handle in self._handles.values() for s in handle.sequences]
+            sequences = undisturbed(lambda: [s for handle in self._handles.values() for s in handle.sequences])
             for sequence in sequences:
                 if sequence.dropped:
                     sequence.end("abort")

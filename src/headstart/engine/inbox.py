@@ -25,6 +25,7 @@ from typing import Self
 
 from ..errors import EngineStopped, HeadstartError
 from ..types import Piece, Request, Round
+from .copies import undisturbed
 from .engine import Engine
 from .handle import Handle
 from .stream import Stream
@@ -232,7 +233,7 @@ class Inbox:
             self._closing = True
         self._work_came.set()
         self._thread.join(drain)
-        for handle in list(self._readers):
+        for handle in undisturbed(lambda: list(self._readers)):
             self._engine.discard(handle)
         self._thread.join()
         self._listening.close()
@@ -274,7 +275,7 @@ class Inbox:
 
     def _look(self, _: object = None) -> None:
         """Tell the readers of all that has ended. All, because an interruption may have left one of them out."""
-        for handle, reader in list(self._readers.items()):
+        for handle, reader in undisturbed(lambda: list(self._readers.items())):
             if handle.done:
                 self._readers.pop(handle, None)
                 if (found := reader()) is not None:
@@ -293,7 +294,7 @@ class Inbox:
             with self._door:
                 self.failure, self._closing = error, True
             why = f"the thread that steps died of {type(error).__name__}: {error}"
-            self._engine.abandon(list(self._readers), why)
+            self._engine.abandon(undisturbed(lambda: list(self._readers)), why)
 
     def _over(self) -> bool:
         return self._closing and not self._readers  # in this order: nobody comes after ``_closing``

@@ -23,6 +23,7 @@ from threading import Lock
 from ..errors import EngineBusy
 from ..machine.kvcache import Slab
 from ..machine.reading import shares, waits_for
+from .copies import undisturbed
 from .sequence import Sequence
 
 __all__ = ["Chunk", "Scheduler"]
@@ -68,7 +69,9 @@ class Scheduler:
         """Would ``add`` refuse that many sequences now?"""
         waiting = len(self._waiting)
         if waiting + sequences > self._max_waiting:
-            waiting = sum(not s.dropped for s in tuple(self._waiting))  # these go before the next step
+            waiting = sum(
+                not s.dropped for s in undisturbed(lambda: tuple(self._waiting))
+            )  # these go before the next step
         return waiting > 0 and waiting + sequences > self._max_waiting
 
     def restart(self, sequences: Iterable[Sequence]) -> None:

@@ -17,6 +17,7 @@ from threading import Event, Lock, get_ident
 from typing import TypeVar
 
 from ..errors import HeadstartError
+from .copies import undisturbed
 
 __all__ = ["Turns"]
 
@@ -97,7 +98,7 @@ class Turns:
                 step()
                 self._steps += 1
                 if len(self._sleepers) > 1:
-                    for wake, ready in list(self._sleepers.items()):
+                    for wake, ready in undisturbed(lambda: list(self._sleepers.items())):
                         if ready():
                             wake.set()
                 if self._knocking:
@@ -117,7 +118,7 @@ class Turns:
 
     def _wake_one(self) -> None:
         """Nobody steps any more: let the one who sleeps longest look."""
-        for wake in list(self._sleepers):
+        for wake in undisturbed(lambda: list(self._sleepers)):
             if not wake.is_set():
                 wake.set()
                 return

@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 
 from ..api import LLM
 from ..control.costs import Beliefs
+from ..engine.copies import undisturbed
 from ..types import Completion, FinishReason, Request, Round, Stats
 
 __all__ = ["Metrics"]
@@ -105,7 +106,7 @@ class Metrics:
         yield self._counter("vllm:generation_tokens", "Tokens written.", stats.tokens)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked for in warm rows.", self._looked_for)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens that were warm.", self._warm)
-        ends = [((reason,), count) for reason, count in self._ends.items()]
+        ends = [((reason,), count) for reason, count in undisturbed(lambda: list(self._ends.items()))]
         yield self._counters("vllm:request_success", "Choices that ended.", ["finished_reason"], ends)
         for name, (help, _) in _HISTOGRAMS.items():
             found = HistogramMetricFamily(f"vllm:{name}", help, labels=list(self._labels))

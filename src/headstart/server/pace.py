@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from math import ceil
 from time import monotonic
 
+from ..engine.copies import undisturbed
 from ..engine.engine import Engine
 from ..engine.handle import Handle
 
@@ -35,7 +36,7 @@ class Pace:
 
     def retry_after(self) -> int:
         """Seconds."""
-        ends = tuple(self._ends)
+        ends = undisturbed(lambda: tuple(self._ends))
         if len(ends) < 2:
             return 1
         each = (monotonic() - ends[0]) / len(ends)
