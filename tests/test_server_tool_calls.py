@@ -262,6 +262,16 @@ def test_vllms_ways(may_think: ScriptedServer, body: Any, text: str, all_that_fi
             "its type must be 'object', not 'string'",
         ),
         ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "cannot be used with tools"),
+        ({"tools": TOOLS, "guided_json": "[]"}, "guided_json", ""),
+        ({"tools": TOOLS, "guided_json": "5"}, "guided_json", ""),
+        ({"tools": TOOLS, "guided_json": "false"}, "guided_json", ""),
+        ({"tools": TOOLS, "guided_json": '{"items":' * 20000}, "guided_json", ""),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_json": "[]"}, "guided_json", ""),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]},
+            "tools",
+            "half of a surrogate pair",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", ""),
     ],
 )

@@ -195,6 +195,8 @@ class Calls:
     ) -> SamplingParams:
         """Calls are written as the model writes them, and their arguments as their tools say."""
         content = None
+        if wanted is not None:
+            wanted.structured(None, self._codec.added_id)  # its faults are the client's, whatever is called
         if wanted is not None and not box.required:
             if wanted.json is None or not format.tag:
                 why = "JSON can" if format.tag else "this model's calls could not be told from it; require a call"

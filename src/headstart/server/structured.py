@@ -83,8 +83,9 @@ class Wanted:
             schema = json.loads(schema) if isinstance(schema, str) else schema
         except ValueError as error:
             raise Refused(400, f"{self.field}: is not JSON: {error}", self.field) from None
+        schema = {} if schema is True else schema
         if not isinstance(schema, dict):
-            return schema
+            raise Refused(400, f"{self.field}: is no schema: {schema!r:.60}", self.field)
         if "whitespace_pattern" in self.given:
             spaced = {"whitespace_pattern": self.given["whitespace_pattern"]}
         else:

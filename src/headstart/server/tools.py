@@ -5,6 +5,7 @@ Knows: OpenAI's fields. Does not know: how a model writes a call (``tool_formats
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -84,6 +85,10 @@ class Toolbox:
             if named is not None or choice == "required":
                 raise Refused(400, "tool_choice: needs tools", "tool_choice")
             return None
+        try:
+            json.dumps([tool.as_dict() for tool in tools], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "tools: hold half of a surrogate pair, which is no character", "tools") from None
         names = [tool.function.name for tool in tools]
         if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
             raise Refused(400, f"tools: holds {twice!r} twice", "tools")
