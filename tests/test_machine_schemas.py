@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from headstart import Structured
+from headstart import InvalidParameter, Structured
 from headstart.machine.grammar import Grammars
 from headstart.machine.schemas import adapted
 from headstart.maths.bitmask import allows
@@ -100,6 +100,7 @@ def test_only_what_is_taken_otherwise_is_said_otherwise() -> None:
         ({"exclusiveMinimum": 0.5, "maximum": 3}, "0.50000000000000000001", "0.5001"),
         ({"exclusiveMinimum": 0, "maximum": 3}, "0." + "0" * 400 + "1", "0.0001"),
         ({"exclusiveMaximum": 0, "minimum": -3}, "-0." + "0" * 400 + "1", "-0.0001"),
+        ({"exclusiveMinimum": 1e-20, "maximum": 3}, "0.00000000000000000001", "0.0001"),
     ],
 )
 def test_what_a_double_takes_for_the_bound_is_not_let_through(schema: dict[str, Any], wrong: str, right: str) -> None:
@@ -132,3 +133,44 @@ def test_texts_of_a_format_come_to_an_end(form: str, longest: str, too_long: str
     assert lets_through(grammar, f'"{longest}"')
     line = grammar.tokens.split(f'"{too_long}'.encode())
     assert grammar.begin(endings=frozenset({2}), min_tokens=0).fits(line) < len(line)
+
+
+OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "taken"),
+    [
+        # a key that is named may not be written again in another way
+        (OPEN, '{"a": 1, "\\u0061": "x"}', False),
+        (OPEN, '{"a": 1, "b": "x"}', True),
+        ({"type": "object", "properties": {"a": False}}, '{"\\u0061": "x"}', False),
+        ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, '{"\\u0061": "x"}', False),
+        ({"type": "string"}, '"\\n\\""', True),
+        ({"enum": ["\u0001"]}, '"\\u0001"', True),  # here there is no other way
+        # llguidance's own options are not a client's to set
+        ({"x-guidance": {"lenient": True}, "enum": [1, 2], "items": {"x-guidance": {"lenient": True}}}, "1", True),
+        ({"x-guidance": {"item_separator": ";"}, "enum": [[1, 2]]}, "[1;2]", False),
+        ({"items": {"x-guidance": {"item_separator": ";"}, "enum": [[1, 2]]}, "type": "array"}, "[[1, 2]]", True),
+        ({"type": "object", "properties": {"x-guidance": {"type": "integer"}}}, '{"x-guidance": 1}', True),
+        # days that there are not
+        ({"type": "string", "format": "date"}, '"2024-02-29"', True),
+        ({"type": "string", "format": "date"}, '"2023-02-29"', False),
+        ({"type": "string", "format": "date"}, '"1900-02-29"', False),
+        ({"type": "string", "format": "date"}, '"2000-02-29"', True),
+        ({"type": "string", "format": "date"}, '"0000-01-01"', False),
+        ({"type": "string", "format": "date"}, '"2023-12-31"', True),
+        ({"type": "string", "format": "date"}, '"2023-02-28"', True),
+        ({"type": "string", "format": "date-time"}, '"2023-02-29T01:02:03Z"', False),
+        ({"type": "string", "format": "date-time"}, '"2024-02-29T01:02:03.5Z"', True),
+    ],
+)
+def test_what_is_let_through(schema: dict[str, Any], text: str, taken: bool) -> None:
+    grammars = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,))
+    assert lets_through(grammars.compile(Structured(json=schema)), text) == taken
+
+
+def test_options_of_llguidance_make_no_schema_easier() -> None:
+    grammars = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,))
+    with pytest.raises(InvalidParameter, match="uniqueItems"):
+        grammars.compile(Structured(json={"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}))

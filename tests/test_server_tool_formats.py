@@ -102,6 +102,33 @@ def test_arguments_are_an_object(parameters: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS)
+def test_arguments_are_held_to_their_schema_as_any_other_json(kind: str) -> None:
+    """Bounds, formats and keys at every level, as without tools."""
+    fields = {
+        "x": {"type": "number", "exclusiveMinimum": 10, "maximum": 10.25},
+        "u": {"type": "string", "format": "uri"},
+    }
+    schema = {"type": "object", "properties": fields, "required": ["x"], "x-guidance": {"lenient": True}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "add", "parameters": schema}})
+    box = Toolbox.of([tool], "required", None)
+    assert box is not None
+    format = FORMATS[kind]
+    grammar = Grammar(no_token, None).calls(format, box)
+
+    def called(arguments: str) -> bool:
+        first, end = format.brackets
+        call = f'{{"name": "add", "{format.arguments}": {arguments}}}'
+        return taken(grammar, f"{first}{format.opening}{call}{format.closing}{end}")
+
+    assert called('{"x": 10.25}')
+    assert called('{"x": 10.25, "u": "a:b"}')
+    assert not called('{"x": 10}')
+    assert not called('{"x": 10.00000000000000000001}')
+    assert not called(f'{{"x": 10.25, "u": "{"a" * 50}:b"}}')
+    assert not called('{"x": 10.25, "\\u0078": 1}')
+
+
+@pytest.mark.parametrize("kind", CALLS)
 def test_what_is_required_is_called(kind: str) -> None:
     grammar = Grammar(no_token, None).calls(FORMATS[kind], boxed("required"))
     assert all(taken(grammar, call) for call in CALLS[kind])

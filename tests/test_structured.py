@@ -47,6 +47,8 @@ def test_choices_are_kept_once_each() -> None:
         ({"json": {"x": "a" * (1 << 18)}}, "at most 262144 characters"),
         ({"json": {"items": [{"minProperties": 2}]}}, "asks for minProperties 2, which could not be kept"),
         ({"json": {"minProperties": 3, "required": ["a"], "patternProperties": {"b": {}}}}, "minProperties 3"),
+        ({"json": {"minProperties": 3, "required": ["a", "a"]}}, "structured.json asks for minProperties 3"),
+        ({"json": {"minProperties": 3, "x": "a" * (1 << 18)}}, "at most 262144 characters"),
         ({"json_object": 1}, "structured.json_object must be true or false"),
         ({"regex": ""}, "not empty"),
         ({"regex": "\ud800"}, "surrogate"),

@@ -119,12 +119,16 @@ def _schema(value: object) -> str:
             allow_nan=False,
             separators=(",", ":"),
         )
-        check_schema(name, value)
     except RecursionError:
         raise InvalidParameter(name, "is nested too deeply, or holds itself") from None
     except (TypeError, ValueError) as error:
         raise InvalidParameter(name, f"cannot be written as JSON: {error}") from None
-    return _text(name, written, MAX_GRAMMAR)
+    _text(name, written, MAX_GRAMMAR)
+    try:
+        check_schema(name, value)
+    except RecursionError:
+        raise InvalidParameter(name, "is nested too deeply") from None
+    return written
 
 
 def check_schema(name: str, schema: object) -> None:
@@ -136,7 +140,7 @@ def check_schema(name: str, schema: object) -> None:
     if not isinstance(schema, Mapping):
         return
     least, required = schema.get("minProperties"), schema.get("required")
-    known = len(required) if isinstance(required, (list, tuple)) else 0
+    known = len({str(name) for name in required}) if isinstance(required, (list, tuple)) else 0
     free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     if isinstance(least, (int, float)) and least > known + 1 and free:
         why = "keys that it does not name could be written twice, and would count once"

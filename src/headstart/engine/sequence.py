@@ -63,7 +63,10 @@ class Sequence:
         self.params: SamplingParams = request.params
         self.prediction = request.prediction
         # Ids that end the text, and that ``min_tokens`` therefore holds back.
-        self.ending_ids = frozenset(self.params.stop_token_ids or ()).union(() if self.params.ignore_eos else eos)
+        # A grammar that begins at once lets the eos tokens come where a text may end, and nowhere else: they end it.
+        held = request.grammar is not None and (self.params.structured is None or self.params.structured.after is None)
+        ignored = self.params.ignore_eos and not held
+        self.ending_ids = frozenset(self.params.stop_token_ids or ()).union(() if ignored else eos)
         self.constraint: Constraint | None = None
         if request.grammar is not None:
             self.constraint = request.grammar.begin(endings=self.ending_ids, min_tokens=self.params.min_tokens)

@@ -18,7 +18,7 @@ from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
 from .mask_budget import TOO_SLOW
-from .schemas import adapted
+from .schemas import ESCAPES, adapted
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -197,7 +197,8 @@ def _source_of(asked: Structured) -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice)))
+        # One terminal: as a rule, each choice is an item of the parser's row, which has 2,000 at the most.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, asked.choice)))
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(asked.grammar)
     schema = adapted('{"type":"object"}' if asked.json_object else str(asked.json))
@@ -209,4 +210,6 @@ def _source_of(asked: Structured) -> str:
         spacing |= {"item_separator": ",", "key_separator": ":"}
     elif asked.whitespace_pattern is not None:
         spacing = {"whitespace_flexible": True, "whitespace_pattern": asked.whitespace_pattern}
+    if "\\u00" not in schema:
+        spacing |= ESCAPES
     return LLMatcher.grammar_from_json_schema("{}" if schema == "true" else schema, overrides=spacing)  # type: ignore[arg-type]

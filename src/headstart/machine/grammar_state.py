@@ -77,9 +77,11 @@ def computed(matcher: Matcher, vocabulary: Vocabulary) -> Mask:
 
 
 def first_line(text: str) -> str:
-    """Of an error: the rest is about the library's insides. Where it only announces a reason, the last line is that."""
+    """Of an error: the rest is about the library's insides. Where it only announces a reason, that is a line of its
+    own, or the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason was given"]
-    reason = f"{lines[0]} {lines[-1].removeprefix('error: ')}" if lines[0].endswith(":") and lines[1:] else lines[0]
+    told = next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
+    reason = f"{lines[0]} {told}" if lines[0].endswith(":") and lines[1:] else lines[0]
     return reason[:300]
 
 

@@ -11,30 +11,40 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-__all__ = ["adapted"]
+__all__ = ["ESCAPES", "adapted"]
+
+#: What may follow a backslash: no "u", by which llguidance lets a key that a schema does not name be written like one
+#: that it does name ("\\u0061" for "a"). Schemas that name control characters keep it: they need it.
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+_OPTIONS = "x-guidance"  # what llguidance would read there is not the schema's to say
 
 _DATA = ("const", "enum", "default", "examples")  # these hold no schemas
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # these hold them by name
 #: the bound that counts, which way the next number lies, and which of two such bounds is the narrower
 _SIDES = {"exclusiveMinimum": ("minimum", 1.0, max), "exclusiveMaximum": ("maximum", -1.0, min)}
-_SMALL = 1e-15  # next to 0, where doubles have hundreds of digits
+_SMALL = 1e-15  # about 0, where doubles have hundreds of digits, and llguidance few
 
+_BY_FOUR = "(?:0[48]|[2468][048]|[13579][26])"  # of 04 to 96
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"  # but 0000
+_DAY = rf"^(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-|02-(?:[01]|2[0-8]))|(?:[0-9]{{2}}{_BY_FOUR}|{_BY_FOUR}00)-02-29)"
 _NANOSECONDS = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 #: What llguidance lets grow without an end: a model that begins a URI with words could never come to its colon, nor an
 #: address to its "@". Lengths are those of RFC 1123 and 5321; the longest registered scheme of a URI has 36 letters.
+#: And days that there are: it knows months, but no leap years.
 _BOUNDS = {
-    "uri": r"^[^:]{1,40}:",
-    "email": r"^[^@]{1,64}@.{1,255}$",
-    "hostname": r"^.{1,253}$",
-    "date-time": _NANOSECONDS,
-    "time": _NANOSECONDS,
-    "duration": r"^([^0-9]*[0-9]{1,9}[^0-9])*$",
+    "uri": (r"^[^:]{1,40}:",),
+    "email": (r"^[^@]{1,64}@.{1,255}$",),
+    "hostname": (r"^.{1,253}$",),
+    "date": (_DAY,),
+    "date-time": (_DAY, _NANOSECONDS),
+    "time": (_NANOSECONDS,),
+    "duration": (r"^([^0-9]*[0-9]{1,9}[^0-9])*$",),
 }
 
 
 def adapted(text: str) -> str:
     """A schema, as JSON, with what ``exact_bounds`` and ``bounded`` change in each of its parts."""
-    if '"exclusiveM' not in text and '"format' not in text:
+    if not any(f'"{word}' in text for word in ("exclusiveM", "format", _OPTIONS)):
         return text
     return json.dumps(_walked(json.loads(text)), ensure_ascii=False)
 
@@ -46,6 +56,8 @@ def _walked(schema: Any) -> Any:
         return schema
     found = {}
     for key, part in schema.items():
+        if key == _OPTIONS:
+            continue
         if key in _NAMED and isinstance(part, Mapping):
             found[key] = {name: _walked(each) for name, each in part.items()}
         else:
@@ -65,7 +77,8 @@ def exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         value = found.get(name)
         if _number(value) and value * towards >= 0 and (bound not in found or _number(found[bound])):
             del found[name]
-            near = math.nextafter(value, towards * math.inf) if value else math.copysign(_SMALL, towards)
+            far = abs(value) >= _SMALL
+            near = math.nextafter(value, towards * math.inf) if far else math.copysign(_SMALL, towards)
             found[bound] = narrower(near, found.get(bound, near))
     return found
 
@@ -73,11 +86,11 @@ def exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 def bounded(schema: dict[str, Any]) -> dict[str, Any]:
     """The same schema, with an end to what texts of its format may grow to."""
     form = schema.get("format")
-    pattern = _BOUNDS.get(form) if isinstance(form, str) else None
+    patterns = _BOUNDS.get(form, ()) if isinstance(form, str) else ()
     others = schema.get("allOf", [])
-    if pattern is None or not isinstance(others, list):
+    if not patterns or not isinstance(others, list):
         return schema
-    return schema | {"allOf": [*others, {"pattern": pattern}]}
+    return schema | {"allOf": [*others, *({"pattern": pattern} for pattern in patterns)]}
 
 
 def _number(value: Any) -> TypeGuard[float]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..machine.schemas import exact_bounds
+from ..machine.schemas import ESCAPES, adapted
 from ..structured import check_schema
 from .replies import PYTHON_TAG, TOOL_CALL, TOOL_CALLS, Reading, Thinking, hermes, llama3, mistral
 from .tools import Tool, Toolbox
@@ -179,7 +179,13 @@ class Grammar:
 
 
 def json_rule(schema: Any) -> str:
-    return f"%json {json.dumps(exact_bounds(schema))}"
+    """``schema``: with what llguidance is told of its spaces."""
+    told = schema.get("x-guidance", {})
+    written = adapted(
+        json.dumps({key: part for key, part in schema.items() if key != "x-guidance"}, ensure_ascii=False)
+    )
+    told = told if "\\u00" in written else told | ESCAPES
+    return f"%json {json.dumps(json.loads(written) | {'x-guidance': told})}"
 
 
 def _quoted(text: str) -> str:
