@@ -290,6 +290,30 @@ def test_the_thousandth_time_nothing_is_left(engine: Engine, inbox: Inbox) -> No
     assert not seen
 
 
+def test_requests_that_come_in_the_middle_of_a_look(engine: Engine, inbox: Inbox) -> None:
+    """Garbage that is collected while the ends are looked for lets another thread in."""
+    held = Held(engine)  # nothing ends meanwhile
+    readers = [inbox.submit(asked(f"early {i}", i), buffer=None) for i in range(4)]
+    here, before = threading.get_ident(), gc.get_threshold()
+
+    def come(phase: str, _: object) -> None:
+        if phase == "start" and threading.get_ident() == here and len(readers) < 10:
+            readers.append(inbox.submit(asked(f"late {len(readers)}", len(readers)), buffer=None))
+
+    gc.callbacks.append(come)
+    gc.set_threshold(1)
+    try:
+        for _ in range(10):
+            inbox._look()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(come)
+        held.go.set()
+    assert len(readers) > 4
+    for i, reader in enumerate(readers):
+        assert ids(list(reader)) == EXPECTED[i]
+
+
 def test_many_threads_come_and_go(engine: Engine, inbox: Inbox) -> None:
     def work(thread: int) -> None:
         draw = random.Random(thread)

@@ -16,7 +16,7 @@ from time import thread_time
 __all__ = ["A_TOKEN", "MOST", "TOO_SLOW", "Budget"]
 
 A_TOKEN = 0.01  # seconds that the masks for one committed token may take, in the long run
-MOST = 2.0  # seconds beyond that
+MOST = 1.0  # seconds beyond that
 TOO_SLOW = f"takes more than {A_TOKEN * 1000:g} ms of computing for each token: make it simpler, or less ambiguous"
 
 
