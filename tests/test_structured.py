@@ -27,6 +27,12 @@ def test_what_may_be_written_once_only_counts() -> None:
     Structured(json={"properties": {"minProperties": {"type": "integer"}}, "const": {"minProperties": 9}})
 
 
+def test_steps_that_may_be() -> None:
+    for step in (1, 7, 997, 7_500, 10_000, 0.01, 0.125, 2.5, 1e-9, 1e4):
+        assert Structured(json={"multipleOf": step}).json
+    assert Structured(json={"properties": {"multipleOf": {"type": "integer"}}}).json  # a property of that name
+
+
 def test_choices_are_kept_once_each() -> None:
     assert Structured(choice=["yes", "no", "yes"]).choice == ("yes", "no")
     assert Structured(choice=("a",)).kind == "choice"
@@ -49,6 +55,12 @@ def test_choices_are_kept_once_each() -> None:
         ({"json": {"minProperties": 3, "required": ["a"], "patternProperties": {"b": {}}}}, "minProperties 3"),
         ({"json": {"minProperties": 3, "required": ["a", "a"]}}, "structured.json asks for minProperties 3"),
         ({"json": {"minProperties": 3, "x": "a" * (1 << 18)}}, "at most 262144 characters"),
+        (
+            {"json": {"items": {"multipleOf": 99989}}},
+            "asks for multipleOf 99989, which takes too long: use a smaller step",
+        ),
+        ({"json": {"multipleOf": 0.12345}}, "asks for multipleOf 0.12345"),
+        ({"json": {"multipleOf": 9973}}, "asks for multipleOf 9973"),
         ({"json_object": 1}, "structured.json_object must be true or false"),
         ({"regex": ""}, "not empty"),
         ({"regex": "\ud800"}, "surrogate"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from .errors import InvalidParameter
@@ -19,6 +20,8 @@ __all__ = ["MAX_CHOICES", "MAX_GRAMMAR", "Structured", "check_schema"]
 MAX_GRAMMAR = 1 << 18  # characters of a schema, regex or grammar, and of all choices together
 MAX_CHOICES = 4096
 MAX_AFTER = 200
+#: of multipleOf, without its point, and without its factors 2 and 5: a grammar has a state for each remainder
+MAX_STEP, MAX_ODD_STEP = 10_000, 1_000
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -132,8 +135,8 @@ def _schema(value: object) -> str:
 
 
 def check_schema(name: str, schema: object) -> None:
-    """Refuse what compiles but could not be kept: keys that a schema does not name may be written twice, and then count
-    once."""
+    """Refuse what compiles but could not be kept, or would take seconds for a token: keys that a schema does not name
+    may be written twice, and then count once; steps of numbers."""
     if isinstance(schema, (list, tuple)):
         for part in schema:
             check_schema(name, part)
@@ -145,9 +148,23 @@ def check_schema(name: str, schema: object) -> None:
     if isinstance(least, (int, float)) and least > known + 1 and free:
         why = "keys that it does not name could be written twice, and would count once"
         raise InvalidParameter(name, f"asks for minProperties {least}, which could not be kept: {why}")
+    step = schema.get("multipleOf")
+    if isinstance(step, (int, float)) and not isinstance(step, bool) and not _small_step(step):
+        raise InvalidParameter(name, f"asks for multipleOf {shown(step)}, which takes too long: use a smaller step")
     for key, part in schema.items():
         if key not in ("const", "enum", "default", "examples"):  # these are no schemas
             check_schema(name, part)
+
+
+def _small_step(step: float) -> bool:
+    exact = Decimal(repr(step)).normalize()
+    whole = abs(int(exact.scaleb(max(0, -int(exact.as_tuple().exponent)))))  # 2.5 is 25, and 0.01 is 1
+    if whole > MAX_STEP:
+        return False
+    for factor in (2, 5):
+        while whole and whole % factor == 0:
+            whole //= factor
+    return whole <= MAX_ODD_STEP
 
 
 def _no_number(text: str) -> float:
