@@ -29,6 +29,8 @@ _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # prompt ids in front of the answer: enough to know that its first word is not the first of a text
 _HOLD = 32  # ids that may wait for the rest of a character. A character is at most 4 bytes; more than this is garbage
 
+_NAMED = ("arguments", "parameters")  # what stands below these, in tool calls and tools, has keys of somebody's own
+
 
 class TextCodec:
     """One tokenizer, as the rest of Headstart uses it. Never changes the tokenizer; threads may share it."""
@@ -136,16 +138,24 @@ class TextCodec:
         self.check_length(self._guard.unmarked(text), most)
         return self._guard.encode(text, found)
 
-    def _marked(self, value: Any, role: str, key: str, found: set[str]) -> Any:
-        """The same with marks in all that somebody wrote (see ``ControlGuard``); ``found``: what was marked."""
+    def _marked(self, value: Any, role: str, key: str, found: set[str], *, named: bool = False) -> Any:
+        """The same with marks in all that somebody wrote (see ``ControlGuard``); ``found``: what was marked.
+        ``named``: somebody chose the keys, too. Others are the form's own, and templates look for them."""
         if isinstance(value, str):
             own_words = role == "assistant" and key != "name"
             text, suspects = self._guard.mark(value, own_words=own_words)
             found |= suspects
             return text
         if isinstance(value, Mapping):
-            return {self._marked(k, role, key, found): self._marked(v, role, key, found) for k, v in value.items()}
-        return [self._marked(each, role, key, found) for each in value] if isinstance(value, list) else value
+            return {
+                self._marked(k, role, key, found) if named else k: self._marked(
+                    v, role, key, found, named=named or k in _NAMED
+                )
+                for k, v in value.items()
+            }
+        if isinstance(value, list):
+            return [self._marked(each, role, key, found, named=named) for each in value]
+        return value
 
     @cached_property
     def infill(self) -> Infill:
