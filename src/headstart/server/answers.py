@@ -63,6 +63,11 @@ class Writer:
         """The chunk behind all choices, with what was used."""
         return self._head(self.chunk_kind) | {"choices": []} | self._spent(answers)
 
+    def metrics(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        """What speculation did, where that was asked for."""
+        every = (choice for answer in answers for choice in answer.choices)
+        return {"metrics": statistics_of(every)} if self.statistics else {}
+
     def first(self, choices: int) -> list[dict[str, Any]]:
         """Chunks before anything was written."""
         return []
@@ -71,10 +76,7 @@ class Writer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _spent(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        found = {"usage": usage_of(answers, self._thought(answers))}
-        if self.statistics:
-            found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
-        return found
+        return {"usage": usage_of(answers, self._thought(answers))} | self.metrics(answers)
 
     def _thought(self, answers: Sequence[Completion]) -> int:
         """Tokens that were spent on thinking."""

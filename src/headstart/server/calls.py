@@ -101,18 +101,29 @@ class Call:
                 async for number, pieces in together(readers):
                     for chunk in rounds.brought(number, pieces):
                         yield chunk
-            answers = _answers(readers)
-            if self.usage or writer.statistics:
+            try:
+                answers = _answers(readers)
+            except Refused:
+                for chunk in rounds.kept:
+                    yield chunk
+                raise
+            for chunk in rounds.kept:
+                yield chunk | writer.metrics(answers)
+            if self.usage:
                 yield writer.last(answers)
         finally:
             _close(readers)
 
 
 class _Rounds:
-    """What the rounds of one call brought so far."""
+    """What the rounds of one call brought so far.
+
+    ``kept``: the last chunk of all choices, where statistics belong into it. They are complete a moment later."""
 
     def __init__(self, call: Call, readers: Sequence[Reader]) -> None:
         self._call, self._readers, self._written = call, readers, 0
+        self._open = call.writer.n * len(readers)  # choices that have not ended
+        self.kept: list[dict[str, Any]] = []
         self._prompts = [Prompt(reader.prompt_token_ids, None) for reader in readers]
 
     def brought(self, number: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -121,6 +132,10 @@ class _Rounds:
         if writer.echo is not None:
             prompt = replace(prompt, logprobs=self._readers[number].prompt_logprobs)
         found = writer.chunks(number, pieces, prompt)
+        if writer.statistics and not self._call.usage:  # a chunk without choices is for those who asked for usage
+            self._open -= sum(piece.finish_reason is not None for piece in pieces)
+            if self._open <= 0:
+                self.kept, found = found[-1:], found[:-1]
         if not self._call.running_usage:
             return found
         self._written += sum(piece.token_id is not None for piece in pieces)
