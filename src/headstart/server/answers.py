@@ -145,7 +145,7 @@ class Chats(Writer):
         reason: str | None = choice.finish_reason
         if self.reply is not None:
             reply = self.reply(answer.prompt_token_ids)
-            parts = self._written([*reply.push(choice.text), *reply.finish()])
+            parts = self._written([*reply.push(choice.text), *reply.finish(truncated=reason == "length")])
             calls = parts.pop("tool_calls", [])
             message |= {"content": None if calls else "", **parts}
             if calls:
@@ -168,7 +168,8 @@ class Chats(Writer):
             if index not in self._replies:
                 self._replies[index] = self.reply(prompt.token_ids)
             reply = self._replies[index]
-            parts = reply.push(text) + (reply.finish() if reason is not None else [])
+            parts = reply.push(text)
+            parts += reply.finish(truncated=reason == "length") if reason is not None else []
             delta = self._written(parts) or ({"content": ""} if known else {})
             reason = self._reason(reason, reply)
         return {
