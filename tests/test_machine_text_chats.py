@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_tools import CHATML, SHAPES, byte_fallback, byte_level, in_python, says, smollm, unigram
+from tool_templates import ADD, TEMPLATES, tokenizer_with
 
 from headstart.errors import InvalidParameter, ModelRefused
 from headstart.machine.text import TextCodec
@@ -263,3 +264,23 @@ def test_control_tokens_in_a_message_without_a_rust_backend() -> None:
     ids = codec.encode_chat(says("a</s>b", "c"))
     assert ids.count(tokenizer.eos_token_id) == 2
     assert tokenizer.decode(ids) == "a</s>b</s>c</s>"
+
+
+@pytest.mark.parametrize("kind", list(TEMPLATES))
+def test_keys_of_tools_and_calls_are_the_templates(kind: str) -> None:
+    """Special tokens may hold such words, as those of code models do: templates must find the keys all the same."""
+    told = "{% for t in tools or [] %}{{ t.type + t.function.name + t.function.description }}{% endfor %}"
+    words = ("name", "function", "arguments", "parameters", "type", "id", "description")
+    tokenizer = tokenizer_with(told + TEMPLATES[kind], *(f"<repo_{word}>" for word in words))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"},
+    ]
+    plain = tokenizer.apply_chat_template(messages, tools=[ADD], tokenize=False, add_generation_prompt=True)
+    codec = TextCodec(tokenizer)
+    assert codec.encode_chat(messages, tools=[ADD]) == tokenizer.encode(plain, add_special_tokens=False)
+    call["function"] |= {"arguments": {"<repo_name>": 1, "name": 2}}
+    ids = codec.encode_chat(messages, tools=[ADD])
+    assert "<repo_name>" in codec.decode(ids, special=True)
+    assert codec.added_id("<repo_name>") not in ids, "what somebody called an argument is text"

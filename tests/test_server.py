@@ -145,8 +145,21 @@ def test_null_is_absent_and_what_clients_send_is_taken(server: Server) -> None:
         "stream": None,
         "response_format": {"type": "text"},
     }
-    status, said = server.post("/v1/chat/completions", {"messages": WORDS, "max_tokens": 3} | harmless | nothing)
+    of_vllm = {
+        "use_beam_search": False,
+        "add_generation_prompt": True,
+        "length_penalty": 1.0,
+        "priority": 0,
+        "detokenize": True,
+        "documents": [],
+        "echo": False,
+        "chat_template_kwargs": {},
+    }
+    asked = {"messages": WORDS, "max_tokens": 3} | harmless | nothing | of_vllm
+    status, said = server.post("/v1/chat/completions", asked)
     assert status == 200, said
+    status, said = server.post("/v1/chat/completions", {"messages": WORDS, "use_beam_search": True})
+    assert (status, said["error"]["message"]) == (400, "use_beam_search: only false is supported; leave it out")
 
 
 def test_other_faults(server: Server) -> None:

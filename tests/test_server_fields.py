@@ -140,6 +140,29 @@ def test_statistics_in_vllms_shape(server: Server) -> None:
     assert "metrics" not in asked(server, prompt="a", max_tokens=1)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_statistics_in_a_stream_need_no_chunk_of_their_own(server: Server, path: str) -> None:
+    """Every chunk has choices, unless usage was asked for: clients read ``chunk.choices[0]``."""
+    asks: Any = {"prompt": ["ab" * 20, "a"]} if path == "/v1/completions" else {"messages": WORDS}
+    body = asks | {"max_tokens": 12, "temperature": 0, "n": 2, "ignore_eos": True, "statistics": True}
+    _, whole = server.post(path, body)
+    _, said = server.post(path, body | {"stream": True})
+    *chunks, done = [line.removeprefix("data: ") for line in said.splitlines() if line]
+    found = [json.loads(chunk) for chunk in chunks]
+    assert done == "[DONE]"
+    assert all(chunk["choices"] for chunk in found)
+    assert [("metrics" in chunk, "usage" in chunk) for chunk in found[-2:]] == [(False, False), (True, False)]
+    assert found[-1]["choices"][0]["finish_reason"] == "length"
+    names = found[-1]["metrics"]["speculative_decoding"].keys()
+    assert names == whole["metrics"]["speculative_decoding"].keys()
+    _, said = server.post(path, body | {"stream": True, "stream_options": {"include_usage": True}})
+    *chunks, done = [line.removeprefix("data: ") for line in said.splitlines() if line]
+    found = [json.loads(chunk) for chunk in chunks]
+    assert [bool(chunk["choices"]) for chunk in found[-2:]] == [True, False]
+    assert {"metrics", "usage"} <= found[-1].keys()
+    assert "metrics" not in found[-2]
+
+
 def test_a_prediction_is_counted(server: Server) -> None:
     body = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     plain = asked(server, **body, speculate=False)

@@ -138,6 +138,29 @@ def test_what_is_no_call_stays_text(kind: str, text: str, content: str, calls: A
 
 
 @pytest.mark.parametrize(
+    ("kind", "text", "content"),
+    [
+        ("hermes", 'x <tool_call>\n{"name', "x"),
+        ("hermes", "x <tool_call>", "x"),
+        ("hermes", "a < b <tool", "a < b <tool"),  # it may as well be text
+        ("hermes", "x <tool_call>no", "x <tool_call>no"),
+        ("hermes", '<tool_call>{"name": 5, ', '<tool_call>{"name": 5, '),
+        ("llama3", '{"name": "ad', ""),
+        ("llama3", '{"name": "Ada", ', '{"name": "Ada", '),
+        ("mistral", "x [TOOL_CALLS]", "x"),
+        ("mistral", 'x [TOOL_CALLS] [{"na', "x"),
+        ("mistral", "x [TOOL_CALLS] no", "x [TOOL_CALLS] no"),
+    ],
+)
+def test_what_was_cut_and_may_be_a_call_is_no_text(kind: str, text: str, content: str) -> None:
+    for required in (False, True):
+        reply = Reply(READINGS[kind], NAMES, required=required)
+        found = reply.push(text) + reply.finish(truncated=True)
+        assert "".join(part.text for part in found).rstrip() == ("" if required else content.rstrip())
+        assert not reply.calls
+
+
+@pytest.mark.parametrize(
     ("text", "opened", "reasoning", "content"),
     [
         ("<think>\nwhy\n\nnot\n</think>\n\nso\n", False, "why\n\nnot", "so\n"),

@@ -155,6 +155,15 @@ def test_a_call_that_was_cut_short(server: Any) -> None:
     assert '{"a": 2, "b": "x"}'.startswith(arguments)
 
 
+def test_a_call_that_was_cut_before_its_name(server: Any) -> None:
+    """The mark of a call is no text for people."""
+    server.writes(CALLS[server.kind].partition("\n")[2] or CALLS[server.kind].removeprefix("Well. "))
+    for length in (1, 5):
+        found = answered(server, tools=TOOLS, tool_choice="required", max_tokens=length)
+        assert found["finish_reason"] == "length"
+        assert (found["message"]["content"], found["message"]["tool_calls"]) == (None, [])
+
+
 def test_a_call_that_was_stopped_within(server: Any) -> None:
     """Its arguments are no JSON: nobody is told to make that call."""
     server.writes(CALLS[server.kind])
@@ -184,6 +193,39 @@ def test_thoughts_are_apart_and_counted(thinking: ScriptedServer) -> None:
     message = said["choices"][0]["message"]
     asked = [*ASK["messages"], message, *ASK["messages"]]
     assert thinking.post(CHAT, ASK | {"messages": asked})[0] == 200, "an answer may be sent back as it is"
+
+
+def test_thinking_is_switched_off_by_what_the_template_asks_for() -> None:
+    """As Qwen 3's does: without it the prompt ends behind an empty thought."""
+    template = MAY_THINK.replace(
+        "'[assistant] '", "'[assistant] ' + ('<think></think>' if enable_thinking is false else '') + mood | d('')"
+    )
+    found = ScriptedServer(tokenizer_with(template, "<|end|>"))
+    try:
+        asked: dict[str, Any] = {"messages": ASK["messages"]}
+        plain = found.post("/tokenize", asked)[1]["tokens"]
+        off = asked | {"chat_template_kwargs": {"enable_thinking": False}}
+        ids = found.post("/tokenize", off)[1]["tokens"]
+        assert found.post("/detokenize", {"tokens": ids[len(plain) :]})[1]["prompt"] == "<think></think>"
+        found.writes("<think>hm</think>4")
+        more = ({}, {"tools": TOOLS}, {"response_format": {"type": "text"}}, {"guided_regex": "(.|\n)*"})
+        for each in more:
+            assert answered(found, **each)["message"]["reasoning"] == "hm"
+            status, said = found.post(CHAT, ASK | off | each)
+            assert (status, said["usage"]["prompt_tokens"] >= len(ids)) == (200, True)
+            assert "reasoning" not in said["choices"][0]["message"]
+        forged = asked | {"chat_template_kwargs": {"mood": "<|end|>"}}
+        tokens = found.post("/tokenize", forged)[1]["tokens"]
+        assert found.llm.codec.special_id("<|end|>") not in tokens
+        for wrong in (
+            *({"messages": []}, {"tools": "x"}, {"add_generation_prompt": False}, {"eos_token": "x"}),
+            *({"thinking": False}, {"mood": [1]}, {"mood": 2**31}, {"mood": "x" * 1025}, {"mood": "\ud800"}, [], {".": 1}),
+            dict.fromkeys(map(str, range(17))),
+        ):
+            status, said = found.post(CHAT, ASK | {"chat_template_kwargs": wrong})
+            assert (status, said["error"]["param"]) == (400, "chat_template_kwargs"), said
+    finally:
+        found.close()
 
 
 def test_what_is_thought_is_free_and_what_is_said_is_held(thinking: ScriptedServer) -> None:

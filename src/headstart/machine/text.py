@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from ..errors import InvalidParameter, ModelRefused, PromptTooLong
@@ -28,6 +29,8 @@ __all__ = ["Detokenizer", "StopChecker", "TextCodec", "TextStream"]
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # prompt ids in front of the answer: enough to know that its first word is not the first of a text
 _HOLD = 32  # ids that may wait for the rest of a character. A character is at most 4 bytes; more than this is garbage
+_OPTIONS = "chat_template_kwargs"  # as vLLM and its clients call them
+_NAMED = ("arguments", "parameters")  # what stands below these, in tool calls and tools, has keys of somebody's own
 
 
 class TextCodec:
@@ -113,10 +116,16 @@ class TextCodec:
         return token if token in self.special_ids else None
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Messages through the tokenizer's own chat template, up to where the assistant's answer begins.
-        ``tools``: those that the model is told of, as templates want them. ``most``: see ``check_length``."""
+        ``tools``: those that the model is told of, as templates want them. ``options``: variables of the template, such
+        as ``enable_thinking``. ``most``: see ``check_length``."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ModelRefused("this model has no chat template: use generate with a raw prompt instead of chat")
         read = read_messages(messages)
@@ -128,24 +137,47 @@ class TextCodec:
             for message in read
         ]
         told = self._marked(list(tools), "user", "tools", found)
+        set_to = self._marked(self._options(options or {}), "user", "options", found)
         if not found:
-            text = self._render(read, tools)
+            text = self._render(read, tools, set_to)
             self.check_length(text, most)
             return self._encode_bare(text)
-        text = self._render(marked, told)
+        text = self._render(marked, told, set_to)
         self.check_length(self._guard.unmarked(text), most)
         return self._guard.encode(text, found)
 
-    def _marked(self, value: Any, role: str, key: str, found: set[str]) -> Any:
-        """The same with marks in all that somebody wrote (see ``ControlGuard``); ``found``: what was marked."""
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, if the template asks for each of them, and none of them is for others to give."""
+        given = signature(self._tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+        for name, value in options.items():
+            if name in given or name.endswith("_token"):
+                raise InvalidParameter(_OPTIONS, f"may not hold {name!r:.70}, which every chat has by itself")
+            if not name.isidentifier() or re.search(rf"\b{name}\b", self.template or "") is None:
+                raise InvalidParameter(
+                    _OPTIONS, f"holds {name!r:.70}, for which this model's chat template has no place; leave it out"
+                )
+            if isinstance(value, str):
+                check_text(_OPTIONS, value)
+        return dict(options)
+
+    def _marked(self, value: Any, role: str, key: str, found: set[str], *, named: bool = False) -> Any:
+        """The same with marks in all that somebody wrote (see ``ControlGuard``); ``found``: what was marked.
+        ``named``: somebody chose the keys, too. Others are the form's own, and templates look for them."""
         if isinstance(value, str):
             own_words = role == "assistant" and key != "name"
             text, suspects = self._guard.mark(value, own_words=own_words)
             found |= suspects
             return text
         if isinstance(value, Mapping):
-            return {self._marked(k, role, key, found): self._marked(v, role, key, found) for k, v in value.items()}
-        return [self._marked(each, role, key, found) for each in value] if isinstance(value, list) else value
+            return {
+                self._marked(k, role, key, found) if named else k: self._marked(
+                    v, role, key, found, named=named or k in _NAMED
+                )
+                for k, v in value.items()
+            }
+        if isinstance(value, list):
+            return [self._marked(each, role, key, found, named=named) for each in value]
+        return value
 
     @cached_property
     def infill(self) -> Infill:
@@ -166,11 +198,12 @@ class TextCodec:
     def _encode_bare(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
+        fixed = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), **{**options, **fixed})
         except ImportError:
             raise  # transformers says what to install
         except Exception as error:  # the template's own complaint (the order of roles, say), or its own fault

@@ -63,6 +63,11 @@ class Writer:
         """The chunk behind all choices, with what was used."""
         return self._head(self.chunk_kind) | {"choices": []} | self._spent(answers)
 
+    def metrics(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        """What speculation did, where that was asked for."""
+        every = (choice for answer in answers for choice in answer.choices)
+        return {"metrics": statistics_of(every)} if self.statistics else {}
+
     def first(self, choices: int) -> list[dict[str, Any]]:
         """Chunks before anything was written."""
         return []
@@ -71,10 +76,7 @@ class Writer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _spent(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        found = {"usage": usage_of(answers, self._thought(answers))}
-        if self.statistics:
-            found["metrics"] = statistics_of(choice for answer in answers for choice in answer.choices)
-        return found
+        return {"usage": usage_of(answers, self._thought(answers))} | self.metrics(answers)
 
     def _thought(self, answers: Sequence[Completion]) -> int:
         """Tokens that were spent on thinking."""
@@ -143,7 +145,7 @@ class Chats(Writer):
         reason: str | None = choice.finish_reason
         if self.reply is not None:
             reply = self.reply(answer.prompt_token_ids)
-            parts = self._written([*reply.push(choice.text), *reply.finish()])
+            parts = self._written([*reply.push(choice.text), *reply.finish(truncated=reason == "length")])
             calls = parts.pop("tool_calls", [])
             message |= {"content": None if calls else "", **parts}
             if calls:
@@ -166,7 +168,8 @@ class Chats(Writer):
             if index not in self._replies:
                 self._replies[index] = self.reply(prompt.token_ids)
             reply = self._replies[index]
-            parts = reply.push(text) + (reply.finish() if reason is not None else [])
+            parts = reply.push(text)
+            parts += reply.finish(truncated=reason == "length") if reason is not None else []
             delta = self._written(parts) or ({"content": ""} if known else {})
             reason = self._reason(reason, reply)
         return {

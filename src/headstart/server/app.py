@@ -205,16 +205,16 @@ class _Service:
     async def tokenize(self, body: Tokenize) -> dict[str, Any]:
         self._calls.check_model(body.model)
         words: Any = body.prompt if body.messages is None else [message.as_dict() for message in body.messages]
-        found = await asyncio.to_thread(self._tokens, words, body.add_special_tokens)
+        found = await asyncio.to_thread(self._tokens, words, body)
         return {"tokens": found, "count": len(found), "max_model_len": self._llm.llm.engine.parts.runner.max_len}
 
-    def _tokens(self, words: Any, special: bool | None) -> list[int]:
+    def _tokens(self, words: Any, body: Tokenize) -> list[int]:
         codec = self._llm.llm.codec
         most = self._llm.llm.engine.parts.runner.max_len  # megabytes would take minutes
         if not isinstance(words, str):
-            return codec.encode_chat(words, most=most)
+            return codec.encode_chat(words, options=body.chat_template_kwargs, most=most)
         codec.check_length(words, most)
-        return codec.encode_prediction(words) if special is False else codec.encode(words)
+        return codec.encode_prediction(words) if body.add_special_tokens is False else codec.encode(words)
 
     async def detokenize(self, body: Detokenize) -> dict[str, Any]:
         self._calls.check_model(body.model)

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..api import LLM
@@ -101,18 +102,29 @@ class Call:
                 async for number, pieces in together(readers):
                     for chunk in rounds.brought(number, pieces):
                         yield chunk
-            answers = _answers(readers)
-            if self.usage or writer.statistics:
+            try:
+                answers = _answers(readers)
+            except Refused:
+                for chunk in rounds.kept:
+                    yield chunk
+                raise
+            for chunk in rounds.kept:
+                yield chunk | writer.metrics(answers)
+            if self.usage:
                 yield writer.last(answers)
         finally:
             _close(readers)
 
 
 class _Rounds:
-    """What the rounds of one call brought so far."""
+    """What the rounds of one call brought so far.
+
+    ``kept``: the last chunk of all choices, where statistics belong into it. They are complete a moment later."""
 
     def __init__(self, call: Call, readers: Sequence[Reader]) -> None:
         self._call, self._readers, self._written = call, readers, 0
+        self._open = call.writer.n * len(readers)  # choices that have not ended
+        self.kept: list[dict[str, Any]] = []
         self._prompts = [Prompt(reader.prompt_token_ids, None) for reader in readers]
 
     def brought(self, number: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -121,6 +133,10 @@ class _Rounds:
         if writer.echo is not None:
             prompt = replace(prompt, logprobs=self._readers[number].prompt_logprobs)
         found = writer.chunks(number, pieces, prompt)
+        if writer.statistics and not self._call.usage:  # a chunk without choices is for those who asked for usage
+            self._open -= sum(piece.finish_reason is not None for piece in pieces)
+            if self._open <= 0:
+                self.kept, found = found[-1:], found[:-1]
         if not self._call.running_usage:
             return found
         self._written += sum(piece.token_id is not None for piece in pieces)
@@ -154,27 +170,31 @@ class Calls:
         loop."""
         if Wanted.of(body) is not None:
             return True
-        return bool(body.suffix or body.echo) if isinstance(body, CompletionRequest) else bool(body.tools)
+        return bool(body.suffix or body.echo) if isinstance(body, CompletionRequest) else bool(body.tools or body.chat_template_kwargs)
 
     def chat(self, body: ChatRequest) -> Call:
         """See ``lengthy``."""
         self.check_model(body.model)
         box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
         wanted, params, writing = Wanted.of(body), body.params(), self._writing("chatcmpl", body)
-        prompt: Any = body.conversation()
+        prompt: Any = (messages := body.conversation())
+        encode = partial(self._codec.encode_chat, options=body.chat_template_kwargs, most=self._longest)
         format = None if box is None else self._tool_format()
         if format is not None and box is not None:
-            prompt = self._codec.encode_chat(prompt, tools=[tool.as_dict() for tool in box.shown], most=self._longest)
+            prompt = encode(prompt, tools=[tool.as_dict() for tool in box.shown])
             params = self._held_to_tools(params, format, box, wanted, prompt)
         elif wanted is not None:
             thinking = None
             if self._reasoning.tags is not None:
-                prompt = self._codec.encode_chat(prompt, most=self._longest)
+                prompt = encode(prompt)
                 thinking = self._reasoning.thinking(prompt)
             params = replace(params, structured=wanted.structured(thinking, self._codec.added_id))
+        if body.chat_template_kwargs and prompt is messages:
+            prompt = encode(prompt)
         if format is not None or self._reasoning.tags is not None:
             read, names = (plain, frozenset[str]()) if format is None or box is None else (format.read, box.names)
-            writing["reply"] = lambda ids: Reply(read, names, self._reasoning.thinking(ids))
+            only = box is not None and box.required
+            writing["reply"] = lambda ids: Reply(read, names, self._reasoning.thinking(ids), required=only)
             writing |= {"reasoning": self._reasoning, "format": format, "named": box is not None and box.named}
             if self._reasoning.special or (format is not None and self._codec.special_id(format.tag) is not None):
                 params = replace(params, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Messages of a conversation as clients send them.
+"""Messages of a conversation as clients send them, and what they set for the chat template.
 
 Knows: OpenAI's roles, parts and tool calls. Does not know: what a chat template makes of them.
 """
@@ -7,14 +7,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from .errors import Refused
 from .records import Count, Many, Record
 
-__all__ = ["Message", "Part", "Parts"]
+__all__ = ["Message", "Part", "Parts", "TemplateOptions"]
 
 MAX_PARTS = 4096  # of a message, and tool calls
+MAX_OPTIONS, MAX_OPTION = 16, 1024  # of a chat template; characters of one
+
+
+def _plain_values(values: Any) -> Any:
+    """Names and plain values of a template's options. The template says which of them it has."""
+    field, why = "chat_template_kwargs", None
+    if not isinstance(values, dict):
+        why = 'must be an object such as {"enable_thinking": false}'
+    elif len(values) > MAX_OPTIONS:
+        why = f"must hold at most {MAX_OPTIONS}"
+    elif not all(value is None or type(value) in (bool, int, str) for value in values.values()):
+        why = "its values must be text, whole numbers, true, false or null"
+    elif any(type(value) is int and abs(value) >= 2**31 for value in values.values()):
+        why = "holds a number beyond 32 bits"
+    elif any(len(text) > MAX_OPTION for pair in values.items() for text in pair if isinstance(text, str)):
+        why = f"holds a text of more than {MAX_OPTION} characters"
+    if why is not None:
+        raise Refused(400, f"{field}: {why}", field)
+    return values
+
+
+TemplateOptions: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_plain_values)]
 
 
 class Part(Record):

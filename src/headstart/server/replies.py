@@ -4,7 +4,7 @@ Knows: tags in a text, and the ways in which models write calls. Does not know: 
 
 A reply may be pushed in pieces of any size: what comes out, joined, is the same, because it is read character by
 character. Text that may be the beginning of a tag is held back until that is known. What turns out to be no call stays
-what it was: text.
+what it was: text. What was cut while it could still become a call is neither.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ TOOL_CALLS = "[TOOL_CALLS]"
 class _Out:
     """Collects the parts. Blanks before a call are no content, nor are line breaks around what was thought."""
 
-    def __init__(self) -> None:
+    def __init__(self, required: bool = False) -> None:
         self.calls = 0
         self.cut = False  # the last of them has no end
+        self.truncated = False  # the end is none: more was to come
+        self._required = required  # calls, and nothing else
         self.thought = False  # something was, and its end was found
         self._parts: list[Part] = []
         self._blank = self._breaks = ""
         self._begun: set[str] = set()
 
     def content(self, text: str) -> None:
+        if self._required:
+            return  # a mark of a call that was cut
         if self.thought and "content" not in self._begun:
             text = text.lstrip("\n")
         whole = self._blank + text
@@ -49,6 +53,11 @@ class _Out:
         shown = whole.rstrip("\n")
         self._breaks = whole[len(shown) :]
         self._add("reasoning", shown)
+
+    def no_call(self, text: str, char: str) -> None:
+        """This was not read as a call, because of the character behind it. At an end that is none it may be one."""
+        if char != _END or not self.truncated:
+            self.content(text)
 
     def call(self, parts: list[Part]) -> None:
         for part in parts:
@@ -90,10 +99,17 @@ class Thinking:
 
 
 class Reply:
-    """One reply. ``names``: of the tools that may be called."""
+    """One reply. ``names``: of the tools that may be called; ``required``: it is made of calls."""
 
-    def __init__(self, read: Reading, names: Collection[str] = (), thinking: Thinking | None = None) -> None:
-        self._out = _Out()
+    def __init__(
+        self,
+        read: Reading,
+        names: Collection[str] = (),
+        thinking: Thinking | None = None,
+        *,
+        required: bool = False,
+    ) -> None:
+        self._out = _Out(required)
         reader = read(self._out, names)
         self._reader = reader if thinking is None else _thinking(self._out, thinking, reader)
         next(self._reader)
@@ -114,8 +130,9 @@ class Reply:
             self._reader.send(char)
         return self._out.taken()
 
-    def finish(self) -> list[Part]:
-        """The last parts, when nothing more comes."""
+    def finish(self, *, truncated: bool = False) -> list[Part]:
+        """The last parts, when nothing more comes. ``truncated``: more was to come."""
+        self._out.truncated = truncated
         with contextlib.suppress(StopIteration):
             self._reader.send(_END)
         self._out.end()
@@ -194,7 +211,7 @@ def hermes(out: _Out, names: Collection[str]) -> _Reader:
     while tag is not None:
         call, char = yield from _object(out, char)
         if not call.begun:
-            out.content(opening + call.raw)
+            out.no_call(opening + call.raw, char)
             tag, char = yield from _until(out.content, (opening,), char)
             continue
         tag, char = yield from _until(lambda _: None, TOOL_CALL, char)
@@ -212,13 +229,13 @@ def mistral(out: _Out, names: Collection[str]) -> _Reader:
         blank, char = yield from _blanks(char)
         raw = tag + blank
         if char != "[":
-            out.content(raw)
+            out.no_call(raw, char)
             continue
         raw, char = raw + char, (yield)
         while True:
             call, char = yield from _object(out, char)
             if not call.begun:
-                out.content(raw + call.raw)
+                out.no_call(raw + call.raw, char)
                 break
             blank, char = yield from _blanks(char)
             if char != ",":
@@ -236,7 +253,8 @@ def llama3(out: _Out, names: Collection[str]) -> _Reader:
     while char == "{" and tag in ("", PYTHON_TAG):
         call, char = yield from _object(out, char, names)
         if not call.begun:
-            raw += call.raw
+            out.no_call(raw + call.raw, char)
+            raw = ""
             break
         raw, char = yield from _blanks(char)
         if char == ";":

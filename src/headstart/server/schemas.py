@@ -27,7 +27,7 @@ from pydantic import (
 
 from ..sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams, Verification
 from .errors import Refused
-from .messages import Message, Parts
+from .messages import Message, Parts, TemplateOptions
 from .records import Count, Many, Number, Record
 from .structured import ResponseFormat, StructuredOutputs
 from .tools import MAX_TOOLS, Tool, ToolChoice
@@ -73,10 +73,29 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "web_search_options": (),
     "verbosity": ("medium",),
+    # vLLM's
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "length_penalty": (1.0, 1),
+    "priority": (0,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "documents": ([],),
+    "bad_words": ([],),
+    "echo": (False,),  # of a chat
+    "prompt_cache_retention": ("in_memory", "in-memory"),  # OpenAI's
 }
 _ANYTHING = ("user", "metadata", "prompt_cache_key", "safety_identifier")
 #: llama.cpp's ways to a structured answer
 _STRUCTURED = {"grammar": "structured_outputs.grammar (in Lark's notation)", "json_schema": "response_format"}
+#: sentences about fields of vLLM's that are not here
+_WHY_NOT = {
+    "chat_template": "the server runs no chat template but the model's own (chat_template_kwargs sets what it asks for)"
+}
 #: what other servers and libraries call a field
 _CALLED = {
     "max_completion_tokens": "max_tokens",
@@ -182,6 +201,8 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
     @classmethod
     def _unknown(cls, name: str) -> str:
         """A sentence about a field that there is not, and what may have been meant."""
+        if name in _WHY_NOT:
+            return _WHY_NOT[name]
         if name in _STRUCTURED:
             return f"is not a field that this server knows; use {_STRUCTURED[name]}"
         for path, other in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
@@ -224,6 +245,7 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
 
 class ChatRequest(_Sampled):
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    chat_template_kwargs: TemplateOptions | None = None  # vLLM's
     max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[Count, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -285,11 +307,14 @@ class Tokenize(Record):
     prompt: str | None = None
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: StrictBool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
             raise Refused(400, "prompt: give either prompt or messages", "prompt")
+        if self.chat_template_kwargs and self.messages is None:
+            raise Refused(400, "chat_template_kwargs: is for messages", "chat_template_kwargs")
         return self
 
 
