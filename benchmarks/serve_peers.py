@@ -92,13 +92,13 @@ class Theirs:
             self._process.wait()
 
 
-def dataset(folder: Path, number: int) -> Path:
+def dataset(folder: Path, number: int, tokens: int) -> Path:
     texts = [text for kind in prompts().values() for text in kind]
     path = folder / "prompts.jsonl"
     spread = [texts[i * 7 % len(texts)] for i in range(number)]
     with path.open("w") as file:
         for text in spread:
-            print(json.dumps({"prompt": text}), file=file)
+            print(json.dumps({"prompt": text, "output_tokens_count": tokens}), file=file)  # guidellm reads how many
     return path
 
 
@@ -180,7 +180,7 @@ def closed(servers: dict[str, Any]) -> None:
 
 def measure(options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int]) -> None:
     with tempfile.TemporaryDirectory() as where:
-        data = dataset(Path(where), options.requests)
+        data = dataset(Path(where), options.requests, options.tokens)
         found: dict[str, list[Any]] = {name: [] for name in ports}
         for turn in range(options.turns + (not options.held)):
             for name, port in ports.items():
@@ -202,7 +202,7 @@ def hold(options: argparse.Namespace, folder: str) -> None:
     servers = started(options, folder)
     try:
         with tempfile.TemporaryDirectory() as where:
-            data = dataset(Path(where), options.requests)
+            data = dataset(Path(where), options.requests, options.tokens)
             for name, server in servers.items():
                 log(f"{name}: {bench(options.vllm, server.port, folder, data, options)}")
         Path(options.hold).write_text(as_json({name: server.port for name, server in servers.items()}))
