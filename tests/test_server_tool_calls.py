@@ -219,7 +219,15 @@ def test_thinking_is_switched_off_by_what_the_template_asks_for() -> None:
         assert found.llm.codec.special_id("<|end|>") not in tokens
         for wrong in (
             *({"messages": []}, {"tools": "x"}, {"add_generation_prompt": False}, {"eos_token": "x"}),
-            *({"thinking": False}, {"mood": [1]}, {"mood": 2**31}, {"mood": "x" * 1025}, {"mood": "\ud800"}, [], {".": 1}),
+            *(
+                {"thinking": False},
+                {"mood": [1]},
+                {"mood": 2**31},
+                {"mood": "x" * 1025},
+                {"mood": "\ud800"},
+                [],
+                {".": 1},
+            ),
             dict.fromkeys(map(str, range(17))),
         ):
             status, said = found.post(CHAT, ASK | {"chat_template_kwargs": wrong})
