@@ -219,7 +219,15 @@ def test_thinking_is_switched_off_by_what_the_template_asks_for() -> None:
         assert found.llm.codec.special_id("<|end|>") not in tokens
         for wrong in (
             *({"messages": []}, {"tools": "x"}, {"add_generation_prompt": False}, {"eos_token": "x"}),
-            *({"thinking": False}, {"mood": [1]}, {"mood": 2**31}, {"mood": "x" * 1025}, {"mood": "\ud800"}, [], {".": 1}),
+            *(
+                {"thinking": False},
+                {"mood": [1]},
+                {"mood": 2**31},
+                {"mood": "x" * 1025},
+                {"mood": "\ud800"},
+                [],
+                {".": 1},
+            ),
             dict.fromkeys(map(str, range(17))),
         ):
             status, said = found.post(CHAT, ASK | {"chat_template_kwargs": wrong})
@@ -277,6 +285,7 @@ def test_vllms_ways(may_think: ScriptedServer, body: Any, text: str, all_that_fi
     [
         ({"guided_regex": "(a"}, "guided_regex", ""),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", ""),
+        ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "is in Lark's notation here"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),

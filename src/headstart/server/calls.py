@@ -170,7 +170,11 @@ class Calls:
         loop."""
         if Wanted.of(body) is not None:
             return True
-        return bool(body.suffix or body.echo) if isinstance(body, CompletionRequest) else bool(body.tools or body.chat_template_kwargs)
+        return (
+            bool(body.suffix or body.echo)
+            if isinstance(body, CompletionRequest)
+            else bool(body.tools or body.chat_template_kwargs)
+        )
 
     def chat(self, body: ChatRequest) -> Call:
         """See ``lengthy``."""
