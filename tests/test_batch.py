@@ -141,10 +141,11 @@ def test_bad_lines_become_records_and_stop_nobody(job: Job, tmp_path: Path, caps
         ("method", 8, "method"),
         ("no-body", 9, "body"),
         ("more", 10, "'priority'"),
-        (None, 12, "the line"),  # too deep: nothing of it is believed
     ):
         assert found[name]["response"] is None
         assert found[name]["error"]["message"].startswith(f"line {line}: {field}: ")
+    told = found[None]["error"]  # too deep: nothing of it is believed
+    assert (told["message"][:20], told["param"]) == ("line 12 is not JSON:", None)
 
 
 def test_lines_without_a_name_are_told_apart(job: Job, tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_lines_without_a_name_are_told_apart(job: Job, tmp_path: Path) -> None:
     asked, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert job(asked, out) == 3
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted(int(r["error"]["message"].split(":")[0].removeprefix("line ")) for r in found) == list(range(1, 9))
+    assert sorted(int(r["error"]["message"].split()[1].rstrip(":")) for r in found) == list(range(1, 9))
     assert {r["custom_id"] for r in found} == {None}
     assert len({r["id"] for r in found}) == 8
     before = out.read_bytes()

@@ -109,6 +109,21 @@ def test_a_model_without_its_option_is_told_where_it_goes(capsys: pytest.Capture
     assert "(some/model): the model is given by --model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--api-key", "x"], "No such option: --api-key: set HEADSTART_API_KEY, or give --api-key-file ("),
+        (["--max-num-seqs", "4"], "No such option: --max-num-seqs: here it is --max-rows ("),
+        (["--max-row", "4"], "No such option: --max-row (Possible options: "),
+        (["--max-rows", "lots"], "Invalid value for '--max-rows': must be a whole number ("),
+    ],
+)
+def test_what_others_call_an_option(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        started(*given)
+    assert told in capsys.readouterr().err
+
+
 def test_a_variable_that_nobody_reads_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

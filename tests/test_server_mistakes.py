@@ -120,7 +120,8 @@ def test_so_are_a_wrong_header_and_a_wrong_base_url(server: Server) -> None:
     body = json.dumps({"prompt": "one", "max_tokens": 2}).encode()
     assert "Content-Type: application/json" in refused(server, TEXT, body)  # urllib says it is a form, as curl -d does
     assert f"but {CHAT}: " in refused(server, "/chat/completions", b"{}")
-    assert "but /tokenize: " in refused(server, "/v1/tokenize", b"{}")
+    assert "but /tokenize: that route is not below /v1" in refused(server, "/v1/tokenize", b"{}")
+    assert "/v1/completions: /v1 stands there twice" in refused(server, "/v1/v1/completions", b"{}")
     assert "/openapi.json" in refused(server, "/v1/responses", b"{}")
     assert "--allowed-host llm.example " in refused(server, "/version", Host="llm.example:8000") + " "
     assert "--allowed-origin http://a.example " in refused(server, "/version", Origin="http://a.example") + " "

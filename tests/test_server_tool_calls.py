@@ -285,6 +285,7 @@ def test_vllms_ways(may_think: ScriptedServer, body: Any, text: str, all_that_fi
     [
         ({"guided_regex": "(a"}, "guided_regex", ""),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", ""),
+        ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "is in Lark's notation here"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),

@@ -5,6 +5,7 @@ Knows: Typer's commands and their options. Does not know: what any of them does.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -21,6 +22,20 @@ from .stopping import StopAtOnce
 __all__ = ["Command", "Commands", "Entry", "sections"]
 
 _WIDEST = 100
+#: options of vLLM and llama.cpp, and what they are here
+_CALLED = {
+    "--max-num-seqs": "--max-rows",
+    "--parallel": "--max-rows",
+    "--ctx-size": "--max-model-len",
+    "--speculative-config": "--draft",
+    "--speculative-model": "--draft",
+    "--model-draft": "--draft",
+    "--alias": "--served-model-name",
+    "--allowed-origins": "--allowed-origin",
+    "--tool-call-parser": "--tool-format",
+}
+#: what pydantic says of a value, in our words
+_KINDS = {"integer": "must be a whole number", "number": "must be a number", "boolean": "must be true or false"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside Typer
 
 
@@ -127,13 +142,26 @@ def _wrong(error: Any) -> str:
     if param is not None and param.envvar and error.ctx is not None:
         source = error.ctx.get_parameter_source(param.name)
         if source is not None and source.name == "ENVIRONMENT":
-            return f"Invalid value for {param.envvar}: {error.message}"
-    told = str(error.format_message())
+            return f"Invalid value for {param.envvar}: {_in_our_words(error.message)}"
+    told = _in_our_words(str(error.format_message()))
+    if (asked := getattr(error, "option_name", None)) is not None and error.ctx is not None:
+        known = {name for param in error.ctx.command.params for name in param.opts}
+        if asked == "--api-key" and "--api-key-file" in known:  # an argument can be seen by everybody on the machine
+            return f"No such option: {asked}: set HEADSTART_API_KEY, or give --api-key-file"
+        if _CALLED.get(asked) in known:
+            return f"No such option: {asked}: here it is {_CALLED[asked]}"
     if "unexpected extra argument" in told and error.ctx is not None:
         params = error.ctx.command.params
         if any("--model" in p.opts for p in params) and all(p.param_type_name == "option" for p in params):
             return f"{told}: the model is given by --model"  # ``vllm serve MODEL`` is what many are used to
     return told
+
+
+def _in_our_words(told: str) -> str:
+    """What is wrong with a value, as the rest of Headstart says it."""
+    return re.sub(
+        r"Input should be a valid (\w+)(, unable to .*)?$", lambda found: _KINDS.get(found[1], found[0]), told
+    )
 
 
 def _about(command: Any) -> str:

@@ -115,7 +115,7 @@ def serve(*, model: ModelOptions, server: ServerOptions) -> None:
     )
     note(what_runs(llm))
     host = f"[{server.host}]" if ":" in server.host else server.host
-    note(f"serving {name} on http://{host}:{listener.getsockname()[1]}/v1" + ("" if key else " without an API key"))
+    note(f"serving {name} on http://{host}:{listener.getsockname()[1]}/v1 {'with' if key else 'without'} an API key")
     if server.host in _EVERYWHERE and not server.allowed_host:
         # Whoever lets it listen on every address asks by a name of the machine's, and would be refused.
         names = ", ".join(Settings.allowed_hosts)

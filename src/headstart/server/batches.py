@@ -32,7 +32,7 @@ FIELDS = ("custom_id", "method", "url", "body")
 class _Bad(Exception):
     """A line that asks for nothing that could be answered."""
 
-    def __init__(self, code: str, field: str, message: str) -> None:
+    def __init__(self, code: str, field: str | None, message: str) -> None:
         super().__init__(message)
         self.code, self.field = code, field
 
@@ -84,7 +84,8 @@ class Batches:
             name = _custom_id(asked)
             form, call = self._route(asked)
         except _Bad as bad:
-            told = {"code": bad.code, "message": f"line {number}: {bad.field}: {bad}", "param": bad.field}
+            where = f"line {number}" if bad.field is None else f"line {number}: {bad.field}:"
+            told = {"code": bad.code, "message": f"{where} {bad}", "param": bad.field}
             return {"custom_id": name, "response": None, "error": told}
         request = f"req_{uuid.uuid4().hex}"
         status, body = await self._answered(request, form, call, asked["body"])
@@ -131,9 +132,9 @@ def _read(line: bytes) -> dict[str, Any]:
     try:
         found = parsed(line)
     except ValueError as error:
-        raise _Bad("invalid_json_line", "the line", f"is not JSON: {error}") from None
+        raise _Bad("invalid_json_line", None, f"is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise _Bad("invalid_json_line", "the line", "is not an object")
+        raise _Bad("invalid_json_line", None, "is not an object")
     return found
 
 

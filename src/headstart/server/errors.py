@@ -183,6 +183,8 @@ def _no_route(request: Request) -> str:
     path, known = request.url.path, {getattr(route, "path", None) for route in request.app.routes}
     for meant in (f"/v1{path}", path.removeprefix("/v1")):
         if meant != path and meant in known:
-            why = "the base URL of OpenAI's clients ends in /v1, once"
+            why = "the base URL of OpenAI's clients ends in /v1"
+            if meant in path:
+                why = "/v1 stands there twice" if meant.startswith("/v1") else "that route is not below /v1"
             return f"there is no route {path!r:.200} here, but {meant}: {why}"
     return f"there is no route {request.method:.20} {path!r:.200} here; GET /openapi.json lists those that there are"

@@ -193,7 +193,8 @@ class _Sampled(_Parameters):  # type: ignore[misc]  # its fields are those of Sa
             if name not in _HARMLESS or name in cls.model_fields:
                 kept[name] = value
             elif value is not None and name not in _ANYTHING and not _asks_for_nothing(name, value):
-                raise Refused(400, f"{name}: {_unmet(name)}; leave it out", name)
+                elsewhere = name in CompletionRequest.model_fields
+                raise Refused(400, f"{name}: {cls._unknown(name) if elsewhere else _unmet(name)}; leave it out", name)
             if name in kept and name not in cls.model_fields:
                 raise Refused(400, f"{name:.200}: {cls._unknown(name)}", name)
         return kept
