@@ -126,6 +126,16 @@ def test_arguments_are_held_to_their_schema_as_any_other_json(kind: str) -> None
     assert not called('{"x": 10.00000000000000000001}')
     assert not called(f'{{"x": 10.25, "u": "{"a" * 50}:b"}}')
     assert not called('{"x": 10.25, "\\u0078": 1}')
+    assert not called('{"x": 10.25, "y": 1}'), "functions do not take what they do not name"
+
+
+def test_arguments_that_a_tool_does_not_name_are_let_through_where_it_says_so() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": True}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "add", "parameters": schema}})
+    box = Toolbox.of([tool], "required", None)
+    assert box is not None
+    grammar = Grammar(no_token, None).calls(FORMATS["llama3"], box)
+    assert taken(grammar, '{"name": "add", "parameters": {"x": 1, "y": 2}}')
 
 
 @pytest.mark.parametrize("kind", CALLS)

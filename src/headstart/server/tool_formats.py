@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +137,7 @@ class Grammar:
 
     def _call(self, format: ToolFormat, tool: Tool) -> str:
         check_schema("tools", tool.schema_of_arguments)
-        schema = {**tool.schema_of_arguments, "x-guidance": SPACED}
+        schema = {**_closed(tool.schema_of_arguments), "x-guidance": SPACED}
         opening = f'{{"name": {json.dumps(tool.function.name)}, "{format.arguments}": '
         return f'{_quoted(opening)} {json_rule(schema)} "}}"'
 
@@ -176,6 +176,16 @@ class Grammar:
             found = f"thought? {found}"
         rules = {"start": found} | self._rules
         return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments that a tool does not name are let through only where its schema says so: small models go on with them,
+    and functions do not take them."""
+    names, required = schema.get("properties"), schema.get("required", [])
+    others = ("additionalProperties", "patternProperties", "minProperties", "allOf", "anyOf", "oneOf", "$ref")
+    if not isinstance(names, Mapping) or not isinstance(required, list) or any(key in schema for key in others):
+        return schema
+    return schema if set(map(str, required)) - set(names) else {**schema, "additionalProperties": False}
 
 
 def json_rule(schema: Any) -> str:
