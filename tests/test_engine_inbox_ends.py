@@ -43,6 +43,23 @@ def test_closing_drains_or_aborts() -> None:
     assert ids(list(run_stream(engine))) == EXPECTED[0]
 
 
+def test_it_does_not_seem_to_rest_while_a_request_gets_its_row() -> None:
+    """A server that is told to stop ends when nothing runs: a request between the line and its row would be lost."""
+    engine = made()
+    acquire, seen = engine._slab.acquire, []
+
+    def looked_at(*arguments: Any, **options: Any) -> Any:
+        seen.append((engine.idle, inbox.idle))
+        return acquire(*arguments, **options)
+
+    engine._slab.acquire = looked_at  # type: ignore[method-assign]
+    with Inbox(engine) as inbox:
+        assert ids(list(inbox.submit(asked("r", 0)))) == EXPECTED[0]
+        settle(engine, inbox)
+        assert inbox.idle
+    assert seen == [(True, False)]
+
+
 def run_stream(engine: Engine) -> list[Piece]:
     handle = engine.submit(asked("again", 0))
     engine.drive(lambda: handle.done)

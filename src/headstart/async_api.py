@@ -138,6 +138,11 @@ class AsyncLLM:
         return self._inbox.alive
 
     @property
+    def idle(self) -> bool:
+        """Does nothing run, and nothing wait?"""
+        return self._inbox.idle
+
+    @property
     def failure(self) -> BaseException | None:
         """What the thread that computes died of."""
         return self._inbox.failure

@@ -199,6 +199,11 @@ class Inbox:
         """Are requests taken and computed?"""
         return self._thread.is_alive() and not self._closing
 
+    @property
+    def idle(self) -> bool:
+        """Has all that came in ended? The engine alone may seem to rest while a request goes from its line to a row."""
+        return not self._readers and self._engine.idle
+
     def submit(
         self, request: Request, notify: Callable[[], object] | None = None, *, buffer: int | None = BUFFER
     ) -> Reader:

@@ -117,7 +117,7 @@ class _Service:
 
     @property
     def idle(self) -> bool:
-        return self._llm.llm.engine.idle
+        return self._llm.idle
 
     @property
     def failure(self) -> BaseException | None:
