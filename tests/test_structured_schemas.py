@@ -37,16 +37,17 @@ def valid(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("greedy", [True, False])
 def test_answers_are_valid_and_the_same_in_every_way(valid: ModuleType, greedy: bool) -> None:
     llm, cases = LLM(), valid.cases(21)
-    chosen = [cases[number] for number in SOME]
-    group = list(zip(SOME, chosen, strict=True))
+    numbers = SOME[0::2] if greedy else SOME[1::2]  # half of them each: the benchmark answers all in both ways
+    chosen = [cases[number] for number in numbers]
+    group = list(zip(numbers, chosen, strict=True))
     drafted, plain = (valid.answers(llm, group, greedy=greedy, drafted=way, together=True) for way in (True, False))
-    alone = valid.answers(llm, group[:3], greedy=greedy, drafted=True, together=False)
+    alone = valid.answers(llm, group[:2], greedy=greedy, drafted=True, together=False)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-    assert [each.token_ids for each in drafted[:3]] == [each.token_ids for each in alone]
+    assert [each.token_ids for each in drafted[:2]] == [each.token_ids for each in alone]
     ended = [(case, each.text) for case, each in zip(chosen, drafted, strict=True) if each.finish_reason == "stop"]
-    assert len(ended) >= 8
+    assert len(ended) >= 4
     assert {case.name: why for case, text in ended if (why := valid.why_invalid(case.schema, text))} == {}
-    assert sum(each.stats.forced for each in drafted) > 50
+    assert sum(each.stats.forced for each in drafted) > 20
 
 
 def test_the_schemas_are_what_they_say(valid: ModuleType) -> None:
