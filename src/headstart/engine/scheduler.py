@@ -69,9 +69,8 @@ class Scheduler:
         """Would ``add`` refuse that many sequences now?"""
         waiting = len(self._waiting)
         if waiting + sequences > self._max_waiting:
-            waiting = sum(
-                not s.dropped for s in undisturbed(lambda: tuple(self._waiting))
-            )  # these go before the next step
+            line = undisturbed(lambda: tuple(self._waiting))
+            waiting = sum(not s.dropped for s in line)  # the others go before the next step
         return waiting > 0 and waiting + sequences > self._max_waiting
 
     def restart(self, sequences: Iterable[Sequence]) -> None:

@@ -18,7 +18,7 @@ from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
 from .mask_budget import TOO_SLOW
-from .schemas import ESCAPES, adapted
+from .schemas import adapted, escapes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -210,6 +210,5 @@ def _source_of(asked: Structured) -> str:
         spacing |= {"item_separator": ",", "key_separator": ":"}
     elif asked.whitespace_pattern is not None:
         spacing = {"whitespace_flexible": True, "whitespace_pattern": asked.whitespace_pattern}
-    if "\\u00" not in schema:
-        spacing |= ESCAPES
+    spacing |= escapes(schema)
     return LLMatcher.grammar_from_json_schema("{}" if schema == "true" else schema, overrides=spacing)  # type: ignore[arg-type]

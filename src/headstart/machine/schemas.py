@@ -11,11 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-__all__ = ["ESCAPES", "adapted"]
+__all__ = ["adapted", "escapes"]
 
-#: What may follow a backslash: no "u", by which llguidance lets a key that a schema does not name be written like one
-#: that it does name ("\\u0061" for "a"). Schemas that name control characters keep it: they need it.
-ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 _OPTIONS = "x-guidance"  # what llguidance would read there is not the schema's to say
 
 _DATA = ("const", "enum", "default", "examples")  # these hold no schemas
@@ -47,6 +44,13 @@ def adapted(text: str) -> str:
     if not any(f'"{word}' in text for word in ("exclusiveM", "format", _OPTIONS)):
         return text
     return json.dumps(_walked(json.loads(text)), ensure_ascii=False)
+
+
+def escapes(text: str) -> dict[str, str]:
+    """What llguidance is told of this schema, as JSON: no "u" may follow a backslash, by which it lets a key that the
+    schema does not name be written like one that it does name ("\\u0061" for "a"). Schemas that name control characters
+    need it."""
+    return {} if "\\u00" in text else {"json_allowed_escapes": 'nrbtf\\"'}
 
 
 def _walked(schema: Any) -> Any:

@@ -148,6 +148,8 @@ class TextCodec:
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The same, if the template asks for each of them, and none of them is for others to give."""
+        if not options:
+            return {}
         given = signature(self._tokenizer.apply_chat_template).parameters.keys() | {"messages"}
         for name, value in options.items():
             if name in given or name.endswith("_token"):

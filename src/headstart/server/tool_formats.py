@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..machine.schemas import ESCAPES, adapted
+from ..machine.schemas import adapted, escapes
 from ..structured import check_schema
 from .replies import PYTHON_TAG, TOOL_CALL, TOOL_CALLS, Reading, Thinking, hermes, llama3, mistral
 from .tools import Tool, Toolbox
@@ -194,8 +194,7 @@ def json_rule(schema: Any) -> str:
     written = adapted(
         json.dumps({key: part for key, part in schema.items() if key != "x-guidance"}, ensure_ascii=False)
     )
-    told = told if "\\u00" in written else told | ESCAPES
-    return f"%json {json.dumps(json.loads(written) | {'x-guidance': told})}"
+    return f"%json {json.dumps(json.loads(written) | {'x-guidance': told | escapes(written)})}"
 
 
 def _quoted(text: str) -> str:
