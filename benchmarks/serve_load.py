@@ -309,7 +309,10 @@ async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]
     while not storms or time.monotonic() - started < 60 * options.minutes:
         await storm.run(options.clients, options.leaving, options.seed + storms)
         storms += 1
-        seen: dict[str, Any] = {"minute": round((time.monotonic() - started) / 60, 2), "resident_bytes": served.memory()}
+        seen: dict[str, Any] = {
+            "minute": round((time.monotonic() - started) / 60, 2),
+            "resident_bytes": served.memory(),
+        }
         await settled(served, before["tasks"])
         await asyncio.sleep(3)  # the server gives memory back when it has had nothing to do for a second
         watched.append(seen | {"resident_bytes_at_rest": served.memory(), "files": served.files()})

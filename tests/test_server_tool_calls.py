@@ -111,7 +111,9 @@ def test_a_stream_has_no_chunks_that_say_nothing(server: Any) -> None:
     server.writes(CALLS[server.kind])
     for more in ({}, {"speculate": False}):
         _, text = server.post(CHAT, ASK | {"tools": TOOLS, "stream": True} | more)
-        chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line]
+        chunks = [
+            json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line
+        ]
         first, *choices = [choice for chunk in chunks for choice in chunk["choices"]]
         assert first["delta"]["role"] == "assistant"
         assert [choice for choice in choices if not choice["delta"] and choice["finish_reason"] is None] == []

@@ -2,9 +2,9 @@
 
 Knows: glibc's malloc, and when a server has time. Does not know: what memory is used for.
 
-glibc keeps what was freed between blocks that are still used. The logits of a round take some megabytes, of another size
-each time, and small things that live longer lie between them: after 1,500 requests to the embedded model 34 of the 36 MB
-in the engine's arena were free, and 52 of the 242 MB in the main one, which loading had left there.
+glibc keeps what was freed between blocks that are still used. The logits of a round take some megabytes, of another
+size each time, and small things that live longer lie between them: after 1,500 requests to the embedded model 34 of the
+36 MB in the engine's arena were free, and 52 of the 242 MB in the main one, which loading had left there.
 """
 
 from __future__ import annotations
