@@ -231,7 +231,7 @@ class Bencher:
             name: Run(self.systems[name].engine, prompts, params, learnt=True) for name in names[shift:] + names[:shift]
         }
         found = in_turn(runs)
-        measured = {name: _measured(run) for name, run in runs.items()}
+        measured = {name: run.measured() for name, run in runs.items()}
         if (unit.group, unit.turn) not in self._answers:
             self._answers[unit.group, unit.turn] = [answer.choice.text for answer in found[PLAIN]]
         for peer in self.peers:
@@ -329,20 +329,6 @@ def _decoding(block: Measured) -> tuple[int, float]:
 
 def _whole(block: Measured) -> tuple[int, float]:
     return block.tokens, block.seconds
-
-
-def _measured(run: Run) -> Measured:
-    tokens, seconds = run.decoding
-    return Measured(
-        first_tokens=tuple(answer.first_token_seconds for answer in run.answers),
-        tokens=run.tokens,
-        seconds=run.seconds,
-        decode_tokens=tokens,
-        decode_seconds=seconds,
-        rounds=tuple(record for _, records in run.rounds for record in records if not record.prefill),
-        ids=tuple(answer.choice.token_ids for answer in run.answers),
-        decoding=tuple(run.decoding_rounds),
-    )
 
 
 def _short(draft: object) -> str:
