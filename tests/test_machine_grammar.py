@@ -181,7 +181,9 @@ def test_free_text_does_not_end_the_answer(draft: str | None, ignore_eos: bool) 
         assert (found.finish_reason, len(found.token_ids)) == ("length", 12)
         assert TOKENIZER.eos_token_id not in found.token_ids
         soon = {TOKENIZER.convert_tokens_to_ids("="): 99.0, **ends}
-        params = SamplingParams(structured=Structured(choice=["yes"], after="="), seed=1, **given | {"logit_bias": soon})
+        params = SamplingParams(
+            structured=Structured(choice=["yes"], after="="), seed=1, **given | {"logit_bias": soon}
+        )
         assert (found := drafted.generate("a", params)).text.partition("=")[2] == "yes"
         assert found.finish_reason == "stop"
     own = SamplingParams(max_tokens=9, logit_bias={100: 100.0}, stop_token_ids=[100], structured=never)

@@ -112,7 +112,18 @@ def test_what_a_double_takes_for_the_bound_is_not_let_through(schema: dict[str, 
     assert lets_through(grammar, right)
 
 
-LARGE = (10**15, 1e15 + 0.5, 1.5e15, 2**53 - 1, 2**53, 2**53 + 1, 1e16, 123456789012345678, 1234567890123450000, 2**63 - 1)
+LARGE = (
+    10**15,
+    1e15 + 0.5,
+    1.5e15,
+    2**53 - 1,
+    2**53,
+    2**53 + 1,
+    1e16,
+    123456789012345678,
+    1234567890123450000,
+    2**63 - 1,
+)
 
 
 @pytest.mark.parametrize("kind", ["number", "integer"])
@@ -122,7 +133,7 @@ def test_large_bounds(bound: str, kind: str) -> None:
     grammars = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,))
     inwards = 1 if "inimum" in bound else -1
     for value in (*LARGE, *(-each for each in LARGE)):
-        if abs(value) > (9e17 if kind == "number" else 9.2e18) and value * inwards > 0:
+        if abs(value) > 9e17 and value * inwards > 0:
             continue  # there is too little left inwards, and it is refused
         schema = {"type": kind, bound: value}
         grammar, whole = grammars.compile(Structured(json=schema)), int(value)

@@ -218,7 +218,7 @@ def test_a_shape_that_takes_long_to_follow_ends_alone(
 
 
 def test_a_shape_that_cannot_be_followed_is_the_clients(server: Server, alone: list[str]) -> None:
-    """The model has no token for a euro sign, which is found out in the middle of an answer: nobody has to ask again."""
+    """The model has no token for a euro sign, which is found out in the middle of an answer: no use asking again."""
     failed = server.llm.stats.failed
     bad = body(0) | {"response_format": None, "structured_outputs": {"regex": "abc[a-z](d€|dé)"}, "temperature": 0}
     with ThreadPoolExecutor(8) as clients:

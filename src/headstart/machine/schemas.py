@@ -85,7 +85,7 @@ def large_bounds(schema: dict[str, Any]) -> dict[str, Any]:
             continue
         if value * towards < -_MOST[whole]:
             value = -_MOST[whole] * towards
-        elif abs(value) > _MOST[whole]:
+        elif value * towards > _MOST[False]:
             continue  # nothing is left inwards: it is refused
         del found[name]
         bound = name if name not in _SIDES else _SIDES[name][0]

@@ -313,4 +313,3 @@ def _of_tools(error: InvalidParameter) -> Refused:
 def _close(readers: Sequence[Reader]) -> None:
     for reader in readers:
         reader.close()
-
