@@ -107,7 +107,7 @@ def _next_double(value: int, towards: int, least: int) -> int:
 
 def _next_text(value: int, towards: int, least: int) -> int:
     """The first number of 15 digits and zeros, which is that far away also where it is read as a double."""
-    step = 10 ** (len(str(abs(value))) - 15)
+    step: int = 10 ** (len(str(abs(value))) - 15)
     found = -(-value // step) * step if towards > 0 else value // step * step
     while (min if towards > 0 else max)(found, int(float(found))) * towards < value * towards + least:
         found += towards * step
