@@ -40,7 +40,7 @@ template <int KIND, int W, int TILES>
 static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out,
                                  bool tiles) {
 #if defined(HS_TILES)
-    if (tiles) return tiled_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
+    if (tiles) return tiled_product<KIND, TILES>(p, stride, blocks, in, tokens, out);
 #endif
     if constexpr (by_256(KIND))
         by_256_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
@@ -50,12 +50,12 @@ static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, co
 
 // -- by tiles, where there are some
 
-// The least number of tokens that go through tiles, set by hand: 0 for none; below 0 each kind has its own. For tests and
+// The least number of tokens of a kind that go through tiles, and one more; 0: where it pays. Set by hand for tests and
 // measurements, which want both ways in one process.
-static std::atomic<int> tiles_from{-1};
+static std::atomic<int> tiles_from[KINDS];
 
 static bool by_tiles(int kind, int tokens) {
-    const int chosen = tiles_from.load(std::memory_order_relaxed), least = chosen < 0 ? TILES_PAY_FROM : chosen;
+    const int chosen = tiles_from[kind].load(std::memory_order_relaxed), least = chosen ? chosen - 1 : tiles_pay_from(kind);
     return !is_exact(kind) && least && tokens >= least && tiles_permitted();
 }
 
@@ -160,9 +160,11 @@ HS_API const char* hs_instructions() {
 #endif
 }
 
-// Products of ``least`` tokens and more go through tiles; 0: none do; -1: from where on they are faster. Are there any?
-HS_API int hs_tiles(int least) {
-    tiles_from.store(least, std::memory_order_relaxed);
+// Products of ``least`` tokens and more of a kind (below 0: of any) go through tiles; 0: none do; -1: those that are faster
+// so. Are there tiles at all?
+HS_API int hs_tiles(int kind, int least) {
+    for (int i = 0; i < KINDS; i++)
+        if (kind < 0 || kind == i) tiles_from[i].store(least + 1, std::memory_order_relaxed);
     return tiles_permitted();
 }
 
