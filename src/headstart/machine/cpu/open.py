@@ -99,11 +99,15 @@ def open_packed(
     return runner
 
 
-def described(report: Capability, packed: Packed, *, own: bool = False) -> Capability:
-    """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names."""
+def described(report: Capability, packed: Packed, *, own: bool = False, wide: bool = False) -> Capability:
+    """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names.
+    ``wide``: float32 was asked for by name, which floats of fewer bits are, too."""
     kind = packed.plan.kind
+    dtype = report.dtype if own and not packed.plan.exact else kind
     if packed.plan.exact:
         kept = ", as they are; nothing is rounded" if own else ""
+        if wide and kind != "float32":
+            dtype, kept = "float32", ", as they are: the same numbers as in float32; nothing is rounded"
         note = f"weights are {kind}{kept}: activations, keys and values are float32"
     elif own:
         note = (
@@ -117,7 +121,7 @@ def described(report: Capability, packed: Packed, *, own: bool = False) -> Capab
         )
     return replace(
         report,
-        dtype=report.dtype if own and not packed.plan.exact else kind,
+        dtype=dtype,
         device="cpu",
         bytes=packed.bytes,
         notes=(*report.notes, note),
