@@ -54,7 +54,7 @@ def embedded(given: Namespace, report: Report) -> None:
     """Every candidate predicted by ``advise`` and measured by ``bench``, on prompts that advise was not given."""
     drafts: list[Any] = [path for path in (given.model_draft, given.worse) if path is not None]
     seen, unseen = halves(given.data, given.per_task)
-    options = SystemOptions(max_rows=1, max_model_len=2048, check=False, device="cpu")
+    options = SystemOptions(max_rows=1, max_model_len=1024, draft_quantization="int8", check=False, device="cpu")
     settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
     log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
     with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
@@ -66,7 +66,7 @@ def embedded(given: Namespace, report: Report) -> None:
     names = list(candidates)
     further = {name: candidates[name] for name in names}
     first, *rest = further.values()
-    bench = BenchSettings(tokens=given.tokens, seconds=given.bench_seconds)
+    bench = BenchSettings(tokens=given.tokens, turns=1, seconds=given.bench_seconds)  # prompts differ more than turns
     log(f"bench: {len(unseen)} other prompts, {', '.join(names)}")
     found = measured_by_bench(options, [first, *rest], unseen, bench)
     rows = []
@@ -110,8 +110,8 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
     noise, found = Noise(setting.small), earlier(given.earlier)
-    for kind in given.drafts:
-        for alpha in given.alphas:
+    for alpha in given.alphas:
+        for kind in given.drafts:
             if report.late:
                 log(f"no time left for {kind} at {alpha}")
                 continue
@@ -188,6 +188,8 @@ def cells(
             "predicted_by_gamma": fixed,
         }
         cell |= {"acceptance": outlook.acceptance.get("0"), "costs": outlook.costs.get(str(rows))}
+        cell |= {"plain_costs": outlook.costs["plain"].get(str(rows)), "lengths": predicted.lengths}
+        cell |= {"rounds": outlook.ran[rows, 0.0].to_json()}  # as they were when it was measured
         pays = predicted.speedup.mid >= PAYS
         agrees = pays == (ratio.value >= PAYS) or abs(ratio.value - PAYS) <= 0.04  # on the line between the two
         found.append(cell | {"advice": "speculate" if pays else "do not speculate", "bench_agrees": agrees})
@@ -213,10 +215,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--model-draft", type=Path, help="a distilled model (benchmarks/lab_drafts.py model)")
     options.add_argument("--worse", type=Path, help="the head in a worse version (benchmarks/lab_drafts.py worse)")
     options.add_argument("--data", type=Path, default=SHARED, help="the folder of shared/data")
-    options.add_argument("--per-task", type=int, default=5)
-    options.add_argument("--tokens", type=int, default=96)
-    options.add_argument("--advise-seconds", type=float, default=200)
-    options.add_argument("--bench-seconds", type=float, default=300)
+    options.add_argument("--per-task", type=int, default=15)
+    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("--advise-seconds", type=float, default=280)
+    options.add_argument("--bench-seconds", type=float, default=330)
     options.add_argument("--pair-seconds", type=float, default=35, help="for each draft, opening not counted")
     options.add_argument("--alphas", type=float, nargs="+", default=[0.6, 0.75, 0.9])
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

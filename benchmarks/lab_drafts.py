@@ -3,7 +3,7 @@ minutes, and the shipped head with noise on its weights.
 
 Knows: how both are made, and where they go. Does not know: what they are worth.
 
-    python benchmarks/lab_drafts.py model --out DIR [--steps 60]     goes on where it was stopped
+    python benchmarks/lab_drafts.py model --out DIR [--steps 60] [--device cuda]     goes on where it was stopped
     python benchmarks/lab_drafts.py worse --out DIR [--noise 0.6]
 """
 
@@ -38,17 +38,35 @@ class _Told:
             log(f"step {step}: {mark}")
 
 
-def model(out: Path, steps: int, sequences: int) -> None:
-    """A model of two layers, 192 wide, taught by a little of the target's own text."""
-    data = DataSettings(sequences=sequences, shard=8, temperatures=(0.0, 1.0), answer_tokens=64, rows=8)
-    every = max(1, steps // 8)
-    train = TrainSettings(steps=steps, rows=4, evaluate_every=every, checkpoint_every=every, patience=0)
-    settings = DistillSettings(
-        kind="model", layers=2, width=192, length=192, proof_prompts=2, proof_tokens=24, data=data, train=train
+def model(out: Path, given: argparse.Namespace) -> None:
+    """A small model, taught by a little of the target's own text. On a GPU the target asks itself, in bulk."""
+    cuda = given.device == "cuda"
+    data = DataSettings(
+        sequences=given.sequences,
+        shard=200 if cuda else 8,
+        temperatures=(0.0, 1.0),
+        answer_tokens=128 if cuda else 64,
+        rows=16 if cuda else 8,
     )
-    target = load(embedded_folder(), dtype=torch.float32)
+    every = max(1, given.steps // 5)
+    train = TrainSettings(
+        steps=given.steps, rows=16 if cuda else 4, evaluate_every=every, checkpoint_every=every, patience=0
+    )
+    settings = DistillSettings(
+        kind="model",
+        layers=given.layers,
+        width=given.width,
+        length=320 if cuda else 192,
+        proof_prompts=2,
+        proof_tokens=24,
+        data=data,
+        train=train,
+    )
+    dtype = torch.bfloat16 if cuda else torch.float32  # the kernels that write in bulk take half precision
+    target = load(embedded_folder(), dtype=dtype, device=given.device)
     asked = [text for kind in prompts().values() for text in kind]  # not those that lab_advise.py measures on
-    distill(target, out, settings, _Told(), name=HUB_ID, prompts=asked, command="python benchmarks/lab_drafts.py model")
+    command = f"python benchmarks/lab_drafts.py model --steps {given.steps} --sequences {given.sequences}"
+    distill(target, out, settings, _Told(), name=HUB_ID, prompts=None if cuda else asked, command=command)
 
 
 def worse(out: Path, noise: float) -> None:
@@ -72,12 +90,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sequences", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--noise", type=float, default=0.6)
     parser.add_argument("--threads", type=int, default=1, help="torch's; two collapse on a busy machine")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.kind == "model":
-        model(given.out, given.steps, given.sequences)
+        model(given.out, given)
     else:
         worse(given.out, given.noise)
 

@@ -4,8 +4,9 @@ interval hold the long-run value, and how wide is it?
     python benchmarks/lab_intervals.py                  # 40 benches of 16 seconds, every one with engines of its own
     python benchmarks/lab_intervals.py --benches 3      # a look
 
-The long-run value is the speed-up over the blocks of all benches together. Blocks are stored, so that other intervals
-can be tried on the same measurements (`--again FILE` does that, without measuring).
+The long-run value is the speed-up over the blocks of all benches together, of the prompts that a bench got to (on a
+machine that is busy it may be fewer). Blocks are stored, so that other intervals can be tried on the same measurements
+(`--again FILE` does that, without measuring); `--rounds FILE` keeps the time of every round, too.
 """
 
 from __future__ import annotations
@@ -18,35 +19,56 @@ from typing import Any
 
 from common import RESULTS, Report, log, median
 
-from headstart.lab.bench_record import BenchSettings
+from headstart.lab.bench_record import PLAIN, BenchSettings
 from headstart.lab.benching import Bencher
+from headstart.lab.figures import Measured
 from headstart.lab.statistics import LEVEL, Block, ratio
 from headstart.lab.system import SystemOptions
 from headstart.lab.texts import choose, shipped
 
 
-def measured(settings: BenchSettings, draft: str, per_task: int) -> list[Block]:
-    """The blocks of one bench, from opening to closing."""
+def measured(settings: BenchSettings, draft: str, per_task: int) -> tuple[list[Block], list[Any]]:
+    """The blocks of one bench, from opening to closing; and of each block its prompt and all rounds of both ways."""
     texts = choose(shipped(), per_task)
     with Bencher(SystemOptions(draft=draft, max_model_len=1024), texts, settings) as bencher:
         bencher.run(settings.seconds)
-        return bencher.pairs(list(bencher.systems)[1])
+        name = list(bencher.systems)[1]
+        both = zip(bencher.measured(PLAIN), bencher.measured(name), strict=True)
+        rounds = [
+            [block.prompt, _rounds(a), _rounds(b)] for block, (a, b) in zip(bencher.pairs(name), both, strict=True)
+        ]
+        return bencher.pairs(name), rounds
+
+
+def _rounds(block: Measured) -> dict[str, Any]:
+    """Of each: milliseconds, those in which the draft read a prompt, width, tokens, and whether drafting cost time."""
+    each = [
+        [round(1e3 * r.round_seconds, 3), round(1e3 * r.catch_up_seconds, 3), r.width, r.emitted, int(r.paid)]
+        for r in block.decoding
+    ]
+    return {"tokens": block.decode_tokens, "seconds": block.decode_seconds, "rounds": each}
 
 
 def judged(benches: list[list[Block]]) -> dict[str, Any]:
-    """How often each bench's interval holds the value of all of them together."""
-    together = ratio([block for blocks in benches for block in blocks])
+    """How often each bench's interval holds the value of all of them together, on the prompts it got to."""
+    every = [block for blocks in benches for block in blocks]
     found = [ratio(blocks) for blocks in benches]
-    assert together is not None
-    sure = [each for each in found if each is not None and each.interval is not None]
-    held = [each.interval is not None and each.interval.holds(together.value) for each in sure]
+    truths = []
+    for blocks in benches:
+        prompts = {block.prompt for block in blocks}
+        together = ratio([block for block in every if block.prompt in prompts])
+        assert together is not None
+        truths.append(together.value)
+    sure = [(each, truth) for each, truth in zip(found, truths, strict=True) if each is not None and each.interval]
+    held = [each.interval is not None and each.interval.holds(truth) for each, truth in sure]
     return {
         "benches": len(benches),
-        "long_run": together.value,
+        "long_run": median(truths),
+        "long_run_differs": max(truths) / min(truths) - 1,
         "held": sum(held),
         "without_interval": len(benches) - len(sure),
         "level": LEVEL,
-        "median_width": median(each.interval.width for each in sure if each.interval is not None) if sure else None,
+        "median_width": median(each.interval.width for each, _ in sure if each.interval is not None) if sure else None,
         "values": [each.value if each is not None else None for each in found],
         "intervals": [
             [each.interval.low, each.interval.high] if each is not None and each.interval is not None else None
@@ -73,6 +95,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--per-task", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "lab-intervals.json")
+    parser.add_argument("--rounds", type=Path, help="keep the times of all rounds in this file")
     parser.add_argument("--again", type=Path, help="judge the blocks of this file instead of measuring")
     given = parser.parse_args()
     if given.again is not None:
@@ -83,12 +106,17 @@ def main() -> None:
     report = Report(given.out, about, given.window)
     settings = BenchSettings(tokens=given.tokens, seconds=given.seconds)
     benches: list[list[Block]] = []
+    kept: list[list[Any]] = []
     for number in range(given.benches):
         if report.late:
             log(f"no time left after bench {number}")
             break
         started = time.perf_counter()
-        benches.append(measured(settings, given.draft, given.per_task))
+        blocks, rounds = measured(settings, given.draft, given.per_task)
+        benches.append(blocks)
+        kept.append(rounds)
+        if given.rounds is not None:
+            given.rounds.write_text(json.dumps(kept), encoding="utf-8")
         found = judged(benches)
         report.results["blocks"] = [
             [[b.prompt, b.base_tokens, b.base_seconds, b.tokens, b.seconds] for b in blocks] for blocks in benches

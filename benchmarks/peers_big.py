@@ -302,7 +302,6 @@ def rows(bench: Bench) -> dict[str, Any]:
         for _ in range(2):
             llm.cold()
             used.append(firsts())
-    # The first row was used.
     late = [median(line[i] for line in fresh) - median(line[i] for line in used) for i in range(1, ROWS)]
     log(f"rows: a fresh one is {1000 * median(late):.1f} ms later, at the most {1000 * max(late):.1f} ms")
     return {"fresh_seconds": fresh, "used_seconds": used, "later_median": median(late), "later_most": max(late)}
@@ -340,8 +339,8 @@ def vllm(bench: Bench, dtype: str = "bfloat16") -> dict[str, Any]:
     folder = embedded_folder()
     llm = LLM(folder, None, dtype=dtype, quantization=None, max_rows=ROWS, threads=bench.threads)
     lines = bench.lines(llm, ROWS)
-    engines = {"bfloat16": "vllm", "float32": "vllm-float32"}
-    peer = Peer(bench.arguments.vllm_python, engines[dtype], folder, threads=bench.threads)
+    engine = "vllm" if dtype == "bfloat16" else f"vllm-{dtype}"
+    peer = Peer(bench.arguments.vllm_python, engine, folder, threads=bench.threads)
     params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True)
 
     def ours(some: list[list[int]]) -> float:

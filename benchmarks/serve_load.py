@@ -309,18 +309,19 @@ async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]
     while not storms or time.monotonic() - started < 60 * options.minutes:
         await storm.run(options.clients, options.leaving, options.seed + storms)
         storms += 1
-        watched.append(
-            {
-                "minute": round((time.monotonic() - started) / 60, 2),
-                "resident_bytes": served.memory(),
-                "files": served.files(),
-            }
-        )
+        seen: dict[str, Any] = {
+            "minute": round((time.monotonic() - started) / 60, 2),
+            "resident_bytes": served.memory(),
+        }
+        await settled(served, before["tasks"])
+        await asyncio.sleep(3)  # the server gives memory back when it has had nothing to do for a second
+        watched.append(seen | {"resident_bytes_at_rest": served.memory(), "files": served.files()})
+        log(f"{watched[-1]}")
         if storm.wrong:
             break
     await proxy.close()
     state = await settled(served, before["tasks"])
-    late = [each["resident_bytes"] for each in watched if each["minute"] >= min(2, options.minutes / 2)]
+    late = [each["resident_bytes_at_rest"] for each in watched if each["minute"] >= min(2, options.minutes / 2)]
     return {
         "seconds": time.monotonic() - started,
         "storms": storms,
@@ -329,7 +330,7 @@ async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]
         "before": before,
         "after": state,
         "files": {"before": files, "after": served.files()},
-        "resident_bytes": {"after_two_minutes": late[0], "end": late[-1]} if len(late) > 1 else None,
+        "resident_bytes_at_rest": {"after_two_minutes": late[0], "end": late[-1]} if len(late) > 1 else None,
         "watched": watched if len(watched) < 50 else watched[:: len(watched) // 50],
     }
 

@@ -120,7 +120,7 @@ def test_bad_lines_become_records_and_stop_nobody(job: Job, tmp_path: Path, caps
     assert "2 of 12 requests succeeded, 10 failed" in told
     assert "not tried again" not in told
     assert job(asked, out) == 3  # somebody who thinks that it would try once more
-    assert "those that failed are not tried again: delete their lines there" in capsys.readouterr().err
+    assert "those that failed are not tried again without --retry-failed" in capsys.readouterr().err
     found = records(out)
     assert {name for name, r in found.items() if r["response"] and r["response"]["status_code"] == 200} == {
         "good",
@@ -146,6 +146,53 @@ def test_bad_lines_become_records_and_stop_nobody(job: Job, tmp_path: Path, caps
         assert found[name]["error"]["message"].startswith(f"line {line}: {field}: ")
     told = found[None]["error"]  # too deep: nothing of it is believed
     assert (told["message"][:20], told["param"]) == ("line 12 is not JSON:", None)
+
+
+def test_what_failed_is_tried_again_when_that_is_asked_for(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = BODIES[0][1], BODIES[0][1] | {"temperature": 1000}
+    lines: list[Any] = [ask("a", good), ask("b", bad), b"no JSON\n", ask("c", good), ask("d", bad)]
+    asked, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert job(asked, out) == 3
+    out.chmod(0o640)
+    before = records(out)
+    linked = tmp_path / "link.jsonl"
+    linked.symlink_to(out)
+    lines[1] = ask("b", good)  # mended by its owner, who knows what was wrong with it
+    written(asked, lines)
+    with out.open("ab") as file:  # a job that was killed while it wrote
+        file.write(b'{"id":"batch_req_5f')
+    (tmp_path / "out.jsonl.retry").write_bytes(b"of one that was killed while it took lines out")
+    assert job(asked, linked, "--retry-failed") == 3
+    assert "3 of 5 requests succeeded, 2 failed" in capsys.readouterr().err
+    after = records(out)
+    assert linked.is_symlink()
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link.jsonl", "out.jsonl"]
+    assert after["b"]["response"]["status_code"] == 200
+    assert after["d"]["response"]["status_code"] == 400
+    assert after["d"]["response"]["request_id"] != before["d"]["response"]["request_id"]
+    assert {name: after[name] for name in ("a", "c")} == {name: before[name] for name in ("a", "c")}  # not again
+
+
+def test_a_job_that_is_killed_while_it_takes_lines_out_loses_none(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = BODIES[0][1] | {"temperature": 1000}
+    asked, out = written(tmp_path / "in.jsonl", [ask("a", BODIES[0][1]), ask("b", bad)]), tmp_path / "out.jsonl"
+    assert job(asked, out) == 3
+    before = out.read_bytes()
+
+    def killed(*_: Any) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.cli.batch_files.os.replace", killed)
+        assert job(asked, out, "--retry-failed") == 9
+    assert out.read_bytes() == before
+    assert job(asked, out, "--retry-failed") == 3
+    assert len(records(out)) == 2
 
 
 def test_lines_without_a_name_are_told_apart(job: Job, tmp_path: Path) -> None:

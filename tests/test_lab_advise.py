@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from headstart.errors import InvalidParameter
-from headstart.lab import advise, advising, page_of
+from headstart.lab import advise, confirming, page_of
 from headstart.lab import candidates as room
 from headstart.lab.advice_record import COLUMNS, AdviseSettings, Outlook
 from headstart.lab.advising import Adviser
@@ -239,7 +239,7 @@ def test_ctrl_c_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = AdviseSettings(gammas=(), tokens=8, ignore_eos=True, confirm=1)
     with Adviser(options.changed(max_model_len=128), [], texts, settings) as adviser:
         assert not adviser.begun
-        run, left = advising.in_turn, [3]
+        run, left = confirming.in_turn, [3]
 
         def interrupted(runs: Any) -> Any:
             if not left[0]:
@@ -247,7 +247,7 @@ def test_ctrl_c_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
             left[0] -= 1
             return run(runs)
 
-        monkeypatch.setattr(advising, "in_turn", interrupted)
+        monkeypatch.setattr(confirming, "in_turn", interrupted)
         with pytest.raises(KeyboardInterrupt):
             adviser.run(30)
         assert adviser.begun

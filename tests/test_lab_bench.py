@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.errors import HeadstartError, InvalidParameter, ModelRefused
+from headstart.errors import HeadstartError, InvalidParameter, ModelRefused, PromptTooLong
 from headstart.lab import BenchSettings, SystemOptions, Text, bench, page_of
 from headstart.lab.bench_record import ALL, PLAIN
 from headstart.lab.benching import Bencher
@@ -173,8 +173,30 @@ def test_bad_settings(more: dict[str, Any], said: str) -> None:
         settings(**more)
 
 
-def test_prompts_that_do_not_fit_are_named(options: SystemOptions) -> None:
-    with pytest.raises(HeadstartError, match=r"prompt 0 has .* tokens, and with an answer of 190"):
+def test_prompts_that_do_not_fit_are_left_out_and_named(options: SystemOptions) -> None:
+    """Also a later turn, which nobody can know of before the first one is answered."""
+    long = Text("b", ("x" * 190,))
+    endless = Text("b", ("y" * 100_000,))
+    grows = Text("c", ("One?", "z" * 150))
+    found = bench(options, [long, TEXTS[0], endless, grows], settings(turns=2))
+    assert found.prompts == {"a": 1, "c": 1}
+    assert found.blocks == 4
+    [said] = [note for note in found.notes if "left out" in note]
+    assert said.startswith("prompts were left out (3): with an answer of 16 tokens a prompt may have 184")
+    assert "xxx" in said
+    assert not any("no time" in note for note in found.notes)
+
+
+def test_where_no_prompt_fits_that_is_the_error(options: SystemOptions) -> None:
+    with pytest.raises(
+        PromptTooLong, match=r"prompts have no room, not one .* an answer of 190 .* 'abc abc abc abc ab'"
+    ):
         bench(options, TEXTS, settings(tokens=190))
     with pytest.raises(InvalidParameter, match="hold nothing"):
         bench(options, [], settings())
+
+
+def test_a_conversation_that_cannot_be_asked_is_named(options: SystemOptions) -> None:
+    odd = Text("chat", messages=({"role": "user", "content": "Hear this:"}, {"role": "nobody", "content": "x"}))
+    with pytest.raises(InvalidParameter, match=r"prompts hold one that cannot be asked: .*role.* \('x'\)"):
+        bench(options, [odd], settings())

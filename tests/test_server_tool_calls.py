@@ -106,6 +106,22 @@ def test_a_tool_is_called(server: Any) -> None:
     assert len(call["id"]) == (9 if server.kind == "mistral" else 29)
 
 
+def test_a_stream_has_no_chunks_that_say_nothing(server: Any) -> None:
+    """The mark before a call is several tokens long, and none of them is for the client."""
+    server.writes(CALLS[server.kind])
+    for more in ({}, {"speculate": False}):
+        _, text = server.post(CHAT, ASK | {"tools": TOOLS, "stream": True} | more)
+        chunks = [
+            json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line
+        ]
+        first, *choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert first["delta"]["role"] == "assistant"
+        assert [choice for choice in choices if not choice["delta"] and choice["finish_reason"] is None] == []
+        _, text = server.post(CHAT, ASK | {"tools": TOOLS, "stream": True, "origins": True} | more)
+        told = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line]
+        assert len(told) > len(chunks)  # where each token came from is said of all
+
+
 def test_its_arguments_are_held_to_its_schema(server: Any) -> None:
     server.writes(CALLS[server.kind].replace('"a": 2, "b": "x"', '"b": 7, "sum": [2, 2]'))
     name, arguments = answered(server, tools=TOOLS)["message"]["tool_calls"][0]

@@ -47,6 +47,9 @@ def batch(
     max_rows: Annotated[int, _job("--max-rows", of="N", help="Requests that are computed together.")] = 8,
     statistics: Annotated[bool, _job("--statistics", help="What speculation did, in every answer.")] = False,
     tool_format: Annotated[str, _job("--tool-format", of="FORMAT", help=FORMAT_HELP)] = "auto",
+    retry_failed: Annotated[
+        bool, _job("--retry-failed", help="Take out of OUTPUT what failed, and try it again.")
+    ] = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -61,7 +64,7 @@ def batch(
     known = fingerprint(model.model, model.revision, model.dtype, model.quantization)
     with closing(Questions(input, known)) as questions:
         check_apart(input, output)
-        with closing(Records(output, questions.lines)) as records:
+        with closing(Records(output, questions.lines, retry=retry_failed)) as records:
             left = [line for line in questions.lines if line.id not in records.done]
             if left:
                 llm = model.open(rows=max_rows)
@@ -70,7 +73,7 @@ def batch(
     note(f"  {total - failed} of {total} requests succeeded" + (f", {failed} failed: see {output}" if failed else ""))
     if failed:
         if not left:
-            note("  those that failed are not tried again: delete their lines there to have them tried")
+            note("  those that failed are not tried again without --retry-failed")
         raise typer.Exit(NOT_WELL)
 
 

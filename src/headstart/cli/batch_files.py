@@ -109,21 +109,26 @@ class Questions:
 
 
 class Records:
-    """The output. ``path``: "-" is standard output, which cannot be gone on with."""
+    """The output. ``path``: "-" is standard output, which cannot be gone on with. ``retry``: what failed is taken out
+    of it, to be tried again."""
 
-    def __init__(self, path: str, lines: list[Line]) -> None:
+    def __init__(self, path: str, lines: list[Line], *, retry: bool = False) -> None:
         self.done: set[str] = set()  # ids
         self.failed = 0  # of these
+        self._retry = retry
         self._path, self._file = path, sys.stdout.fileno() if path == "-" else _writable(path)
+        self._claimed = [self._file]
         self._end: int | None = None  # bytes that are whole; None: it cannot be taken back
         if not stat.S_ISREG(os.fstat(self._file).st_mode) or path == "-":
             return
         try:
             with open(path, "rb") as file:
-                self._end = self._taken(file, {line.id for line in lines})
+                self._end, out = self._taken(file, {line.id for line in lines})
+                if out:
+                    self._file, self._end = self._without(file, out)
             os.truncate(path, self._end)
         except BaseException:
-            os.close(self._file)
+            self._release()
             raise
 
     def add(self, line: Line, record: dict[str, Any]) -> None:
@@ -146,11 +151,35 @@ class Records:
         if self._path != "-":
             with suppress(OSError):  # some disks cannot
                 os.fsync(self._file)
-            os.close(self._file)
+            self._release()
 
-    def _taken(self, file: IO[bytes], known: set[str]) -> int:
-        """Take what is there as done. How many bytes of it are whole."""
-        end = 0
+    def _release(self) -> None:
+        for each in self._claimed:
+            os.close(each)
+
+    def _without(self, file: IO[bytes], out: set[int]) -> tuple[int, int]:
+        """The same file without these lines, claimed and open, and its length. Whoever kills this on the way finds the
+        one that was there. The old one stays claimed: another process may have opened it, and not looked yet."""
+        path = os.path.realpath(self._path)
+        other = f"{path}.retry"
+        with suppress(FileNotFoundError):
+            os.unlink(other)  # of a process that was killed here
+        new = _writable(other)
+        self._claimed.append(new)
+        file.seek(0)
+        with open(new, "ab", closefd=False) as copy:
+            for number, text in enumerate(file, start=1):
+                if number not in out and text.endswith(b"\n"):
+                    copy.write(text)
+        with suppress(OSError):
+            os.fsync(new)
+        os.chmod(other, stat.S_IMODE(os.fstat(self._file).st_mode))
+        os.replace(other, path)
+        return new, os.fstat(new).st_size
+
+    def _taken(self, file: IO[bytes], known: set[str]) -> tuple[int, set[int]]:
+        """Take what is there as done. How many bytes of it are whole, and which lines are to be tried again."""
+        end, out = 0, set[int]()
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n") and text[: len(_OPENING)] == _OPENING[: len(text)]:
                 break  # a record that was cut off when its process was killed
@@ -158,6 +187,9 @@ class Records:
             try:
                 record = json.loads(text)
                 name, again = record["id"], record["id"] in self.done
+                if self._retry and _failed(record):  # also where its line was mended since, and has another id
+                    out.add(number)
+                    continue
                 self._count(name, record)
             except (ValueError, KeyError, TypeError, RecursionError):
                 where = f"line {number} of {self._path} is no record of a batch"
@@ -168,12 +200,16 @@ class Records:
                     "output",
                     f"holds answers to another input, or of another model ({where}): choose another file, or delete it",
                 )
-        return end
+        return end, out
 
     def _count(self, name: str, record: dict[str, Any]) -> None:
-        response = record["response"]
-        self.failed += response is None or response["status_code"] != 200
+        self.failed += _failed(record)
         self.done.add(name)
+
+
+def _failed(record: dict[str, Any]) -> bool:
+    response = record["response"]
+    return response is None or response["status_code"] != 200
 
 
 def _custom_id(line: bytes) -> str | None:

@@ -69,7 +69,8 @@ class ServerOptions:
     ] = None
     max_rows: Annotated[int, _serving("--max-rows", of="N", help="Requests that are computed together.")] = 8
     max_waiting: Annotated[
-        int, _serving("--max-waiting", of="N", help="Requests that may wait for a row; others are told to come back.")
+        int,
+        _serving("--max-waiting", of="N", help="Requests that may wait in the queue; others are told to come back."),
     ] = 1024
     max_body: Annotated[int, _serving("--max-body", of="MIB", help="The largest request, in MiB.")] = 16
     drain: Annotated[

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidParameter
+from .figures import Figures
 from .predict import Gamma, Prediction
 from .record import Record
 from .statistics import Interval, Ratio
@@ -59,6 +60,7 @@ class Outlook:
     costs: Mapping[str, Any] = field(default_factory=dict)  # by rows, in milliseconds
     predictions: tuple[Prediction, ...] = ()
     measured: Mapping[tuple[int, float], Ratio] = field(default_factory=dict)  # gamma "auto", by rows and temperature
+    ran: Mapping[tuple[int, float], Figures] = field(default_factory=dict)  # what its rounds did then
 
     def prediction(self, rows: int, temperature: float, gamma: Gamma = "auto") -> Prediction | None:
         wanted = (rows, temperature, gamma)
@@ -93,7 +95,9 @@ class Outlook:
 
     def to_json(self) -> dict[str, Any]:
         measured = [
-            {"rows": rows, "temperature": temperature} | ratio.to_json()
+            {"rows": rows, "temperature": temperature}
+            | ratio.to_json()
+            | ({"rounds": self.ran[rows, temperature].to_json()} if (rows, temperature) in self.ran else {})
             for (rows, temperature), ratio in self.measured.items()
         ]
         return {

@@ -17,31 +17,28 @@ from typing import Any
 
 from ..config import Config
 from ..errors import HeadstartError, InvalidParameter
-from ..types import SamplingParams, Tell, silent
+from ..types import Tell, silent
 from .advice_record import SECONDS, Advice, AdviseSettings, Outlook
 from .agreement import Written
 from .budget import Budget
 from .candidates import Candidate, candidates, checked
+from .confirming import Confirmation
 from .machine_facts import machine, memory
 from .predict import Draft, Gamma, predict, write
 from .recommending import recommended, seen
 from .round_costs import LENGTHS, Filler, RoundCosts, measure_rounds, told, with_widths
-from .statistics import Block, ratio
 from .symptoms import Symptom, long_prompts, memory_tight, symptoms
 from .system import System, SystemOptions
 from .texts import Text, choose, shipped
-from .turns import Run, in_turn
 
 __all__ = ["Adviser", "advise"]
 
 PLAIN, FILLER = "plain", "filler"
 TURNS = 5  # of measuring costs
 MOST_TEXTS = 64
-LEAST_BLOCKS = 3  # of confirming, whatever the time
 WRITING, MEASURING, CONFIRMING = 0.15, 0.5, 0.35  # shares of the time
 PLACES = 8  # of a draft whose acceptance is shown
 SPARE = 2  # systems beside those that will be confirmed that stay open
-MOST_TURNS = 12
 
 
 def advise(
@@ -90,6 +87,7 @@ class Adviser:
         self._texts = list(texts) if texts is not None else choose(shipped()) if prompts is None else []
         self._prompts, self._only, self._borrowed = prompts, only, plain is not None
         self.plain = plain if plain is not None else System.open(self._options, tell)
+        self.plain.options = self.plain.hold_threads()
         self.open: dict[str, System] = {}
         self.drafts: dict[str, Draft] = {}
         self.outlooks: dict[str, Outlook] = {}
@@ -99,7 +97,7 @@ class Adviser:
         self._filler: System | None = None
         self._asked: list[Candidate] = []
         self._proposals: list[str] = []
-        self._blocks: dict[tuple[str, int, float], list[Block]] = {}  # of confirming: name, rows, temperature
+        self._confirmed: dict[tuple[int, float], Confirmation] = {}  # by rows and temperature
         self._spent = 0.0
 
     def __enter__(self) -> Adviser:
@@ -200,7 +198,6 @@ class Adviser:
             return
         candidate = checked(candidate, self.plain, system)
         self.candidates[candidate.name], self.open[candidate.name] = candidate, system
-        budget = Budget(budget.seconds)  # opening is not counted
         costs, plain = self._costs(candidate, system, budget.part(0.6), told_as)
         self.drafts[candidate.name] = Draft(system, costs, plain)
         self._predict(candidate, costs, budget, told_as)
@@ -232,9 +229,9 @@ class Adviser:
     def _predict(self, candidate: Candidate, costs: RoundCosts, budget: Budget, told_as: str) -> None:
         draft, settings = self.drafts[candidate.name], self.settings
         predictions, acceptance = [], {}
-        for temperature in settings.temperatures:
-            texts = self.written[temperature]
-            places = draft.acceptance(texts, PLACES, "block" if temperature else None)
+        self._tell(f"{told_as}: how often it is right")
+        for number, temperature in enumerate(settings.temperatures):
+            places = self._places(draft, temperature, budget.part(0.5 / (len(settings.temperatures) - number)))
             if places is not None:
                 acceptance[f"{temperature:g}"] = places
         # What is run in the end first: fixed lengths only where there is time.
@@ -245,7 +242,8 @@ class Adviser:
                     if gamma != "auto" and budget.over:
                         continue
                     self._tell(f"{told_as}: predicting, gamma {gamma}, {rows} rows, temperature {temperature:g}")
-                    predictions.append(predict(draft, self.written[temperature], gamma=gamma, rows=rows))
+                    texts = draft.known(self.written[temperature])
+                    predictions.append(predict(draft, texts, gamma=gamma, rows=rows))
         self.outlooks[candidate.name] = Outlook(
             candidate.name,
             candidate.kind,
@@ -254,6 +252,10 @@ class Adviser:
             costs=told(costs) | {"plain": told(draft.plain)},
             predictions=tuple(predictions),
         )
+
+    def _places(self, draft: Draft, temperature: float, budget: Budget) -> list[float] | None:
+        texts = self.written[temperature]
+        return draft.acceptance(texts, PLACES, "block" if temperature else None, lambda: budget.over)
 
     def _ranked(self, rows: int, temperature: float) -> list[str]:
         """Candidates that could be measured, the most promising first."""
@@ -284,41 +286,17 @@ class Adviser:
             names = [name for name in self._ranked(rows, temperature)[: self.settings.confirm] if name in self.open]
             if not names:
                 continue
-            self._beside(names, rows, temperature, budget.part(1 / (len(cells) - number)))
-
-    def _beside(self, names: Sequence[str], rows: int, temperature: float, budget: Budget) -> None:
-        systems = {PLAIN: self.plain, **{name: self.open[name] for name in names}}
-        lines = [ids for _, ids in self.held]
-        units = [[lines[(i + j) % len(lines)] for j in range(rows)] for i in range(0, len(lines), rows)]
-        drawn: dict[str, Any] = {"verification": "block"} if temperature else {}
-        blocks: dict[str, list[Block]] = {name: [] for name in names}
-        self._blocks |= {(name, rows, temperature): each for name, each in blocks.items()}
-        # A device keeps its time, so that more prompts say more there than the same ones again.
-        count, first = len(units), 0.9 if self.plain.device.type == "cuda" else 0.45
-        for turn in range(MOST_TURNS):
-            for number, unit in enumerate(units[:count]):
-                if len(blocks[names[0]]) >= LEAST_BLOCKS and budget.over:
-                    break
-                if not turn and number > 2 and budget.spent > first * (budget.seconds or float("inf")):
-                    count = number  # so that each is measured more than once
-                    break
-                self._tell(f"confirming {', '.join(names)}: turn {turn + 1}, prompt {number + 1}")
-                params = [
-                    SamplingParams(
-                        temperature=temperature,
-                        max_tokens=self.settings.tokens,
-                        ignore_eos=self.settings.ignore_eos,
-                        seed=1000 * turn + rows * number + i if temperature else None,
-                        **drawn,
-                    )
-                    for i in range(rows)
-                ]
-                if not turn and not number:  # what is done first is slow
-                    in_turn({name: Run(system.engine, unit, params) for name, system in systems.items()})
-                runs = {name: Run(system.engine, unit, params, learnt=True) for name, system in systems.items()}
-                in_turn(runs)
-                for name in names:
-                    blocks[name].append(Block(number, *runs[PLAIN].decoding, *runs[name].decoding))
+            found = Confirmation(
+                self.plain,
+                {name: self.open[name] for name in names},
+                [ids for _, ids in self.held],
+                rows=rows,
+                temperature=temperature,
+                tokens=self.settings.tokens,
+                ignore_eos=self.settings.ignore_eos,
+            )
+            self._confirmed[rows, temperature] = found
+            found.run(budget.part(1 / (len(cells) - number)), self._tell)
 
     # -- what comes of it
 
@@ -332,7 +310,7 @@ class Adviser:
         rows, temperature = self.settings.rows[0], self.settings.temperatures[0]
         texts = self.written[temperature]
         tasks = list(dict.fromkeys(text.task for text in texts))
-        notes = list(self.notes)
+        notes = [*self.notes, *(found.cut for found in self._confirmed.values() if found.cut is not None)]
         if stopped:
             left = [one.name for one in self._asked if one.name not in self.outlooks]
             without = f"; nothing is known of {', '.join(left)}" if left else ""
@@ -353,10 +331,13 @@ class Adviser:
 
     def _count_blocks(self) -> None:
         """What was run so far goes to what is known of each candidate."""
-        for (name, rows, temperature), blocks in self._blocks.items():
-            outlook, found = self.outlooks[name], ratio(blocks)
-            if found is not None:
-                self.outlooks[name] = replace(outlook, measured={**outlook.measured, (rows, temperature): found})
+        for cell, found in self._confirmed.items():
+            for name in found.systems:
+                outlook, ratio, figures = self.outlooks[name], found.ratio(name), found.figures(name)
+                if ratio is not None and figures is not None:
+                    self.outlooks[name] = replace(
+                        outlook, measured={**outlook.measured, cell: ratio}, ran={**outlook.ran, cell: figures}
+                    )
 
     def _symptoms(self) -> list[Symptom]:
         found: dict[str, Symptom] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import HeadstartError, InvalidParameter
+from ..errors import HeadstartError, InvalidParameter, PromptTooLong
 from ..types import Tell, silent
 from .bench_record import ALL, PLAIN, SECONDS, Bench, BenchSettings, Way
 from .budget import Budget
@@ -23,7 +23,7 @@ from .machine_facts import machine
 from .peers import HuggingFace, open_peers
 from .stalls import without_stalls
 from .statistics import Block, Ratio, ratio
-from .system import System, SystemOptions, check_fits
+from .system import System, SystemOptions
 from .texts import Text, by_task, choose, shipped
 from .turns import Run, in_turn
 
@@ -92,6 +92,7 @@ class Bencher:
             raise
         self._units = list(self._grouped())
         self._ids: dict[int, list[list[int]]] = {}  # of units
+        self._long: dict[int, Text] = {}  # groups that are left out, and which of their texts has no room
         self._answers: dict[tuple[int, int], list[str]] = {}  # of a group, at a turn
         self._measured: dict[str, list[tuple[_Unit, Measured]]] = {}
         self._spent = 0.0
@@ -147,7 +148,7 @@ class Bencher:
         chosen: list[_Unit] = []
         tasks = len({unit.task for unit in self._units})
         try:
-            for unit in self._units:
+            for unit in filter(self._fits, self._units):
                 spent = budget.spent
                 enough = share * limit * (1 if len(chosen) >= tasks else 2) if limit is not None else spent
                 if chosen and (budget.over or (self.settings.turns is None and spent > enough)):
@@ -172,19 +173,37 @@ class Bencher:
         self._tell(f"measuring: turn {turn}, prompt {done}{whole}{left}{shown}")
 
     def _prepare(self) -> None:
-        """Check that every prompt fits, and let every engine answer once: what is done first is slow."""
+        """Let every engine answer once: what is done first is slow."""
         self._tell("warming up")
-        system = self.systems[PLAIN]
-        for unit in self._units:
-            if unit.turn == 0:
-                ids = self._prompt(unit)
-                check_fits(system, ids, self.settings.tokens)
-        first = self._units[0]
+        first = next(filter(self._fits, self._units), None)
+        if first is None:
+            raise PromptTooLong("prompts", f"have no room, not one of them: {self._left_out()}")
         params = replace(self.settings.params(0), max_tokens=min(WARM_TOKENS, self.settings.tokens))
         for each in self.systems.values():
             in_turn({"": Run(each.engine, self._prompt(first), params)})
         for peer in self.peers:
             peer.block(self._prompt(first), [params] * len(first.texts))
+
+    def _fits(self, unit: _Unit) -> bool:
+        """Is there room for its prompts and their answers? Where there is none, it is left out, with the turns of the
+        conversation behind it."""
+        if unit.group in self._long:
+            return False
+        room = self.systems[PLAIN].max_len - self.settings.tokens
+        try:
+            long = [text for text, ids in zip(unit.texts, self._prompt(unit), strict=True) if len(ids) > room]
+        except PromptTooLong:  # so long that it was not even tokenized
+            long = [max(unit.texts, key=lambda text: len(str(text.conversation())))]
+        if long:
+            self._long[unit.group] = long[0]
+        return not long
+
+    def _left_out(self) -> str:
+        which, most = next(iter(self._long.values())), self.systems[PLAIN].max_len
+        return (
+            f"with an answer of {self.settings.tokens} tokens a prompt may have {most - self.settings.tokens} "
+            f"(--max-model-len is {most}), and this one has more: {which.beginning!r}"
+        )
 
     def _prompt(self, unit: _Unit) -> list[list[int]]:
         if unit.number not in self._ids:
@@ -192,15 +211,19 @@ class Bencher:
             before = [self._answers[unit.group, turn] for turn in range(unit.turn)]
             for row, text in enumerate(unit.texts):
                 last = min(unit.turn, max(0, len(text.turns) - 1))
-                found.append(system.ids(text, [answers[row] for answers in before[:last]]))
+                try:
+                    found.append(system.ids(text, [answers[row] for answers in before[:last]]))
+                except PromptTooLong:
+                    raise
+                except InvalidParameter as error:
+                    said = f"hold one that cannot be asked: {error} ({text.beginning!r})"
+                    raise InvalidParameter("prompts", said) from error
             self._ids[unit.number] = found
         return self._ids[unit.number]
 
     def _block(self, unit: _Unit, turn: int) -> None:
         """All engines answer once; whoever comes first is another one each time."""
         prompts = self._prompt(unit)
-        if unit.turn:
-            check_fits(self.systems[PLAIN], prompts, self.settings.tokens)
         params = [self.settings.params(1000 * turn + row) for row in range(len(prompts))]
         names = list(self.systems)
         shift = (turn + unit.number) % len(names)
@@ -208,7 +231,7 @@ class Bencher:
             name: Run(self.systems[name].engine, prompts, params, learnt=True) for name in names[shift:] + names[:shift]
         }
         found = in_turn(runs)
-        measured = {name: _measured(run) for name, run in runs.items()}
+        measured = {name: run.measured() for name, run in runs.items()}
         if (unit.group, unit.turn) not in self._answers:
             self._answers[unit.group, unit.turn] = [answer.choice.text for answer in found[PLAIN]]
         for peer in self.peers:
@@ -227,6 +250,10 @@ class Bencher:
         """Measured so far."""
         return len(self._measured.get(PLAIN, ()))
 
+    def measured(self, name: str) -> list[Measured]:
+        """The blocks of one way to decode, in the order of time, as they were measured."""
+        return [measured for _, measured in self._measured.get(name, ())]
+
     def pairs(self, name: str, part: Part | None = None, task: str | None = None) -> list[Block]:
         """Blocks of plain decoding and of another way, in the order of time. ``part``: what of an answer counts; by
         default all but its first token."""
@@ -238,7 +265,7 @@ class Bencher:
 
     def _steady(self, name: str) -> list[Measured]:
         """Of one way, less what something else on the machine took of its time."""
-        return without_stalls([measured for _, measured in self._measured.get(name, ())])
+        return without_stalls(self.measured(name))
 
     def _ratios(self, name: str, tasks: Sequence[str], part: Part) -> dict[str, Ratio]:
         found = {task: ratio(self.pairs(name, part, None if task == ALL else task)) for task in (ALL, *tasks)}
@@ -254,7 +281,9 @@ class Bencher:
         asked = {(id(text), unit.turn): text.task for unit in units.values() for text in unit.texts}
         counts = {task: sum(each == task for each in asked.values()) for task in tasks}
         notes = [*self.notes, *(["it was stopped (Ctrl-C) before its time was over"] * stopped)]
-        if left := sorted({unit.task for unit in self._units} - set(tasks)):
+        if self._long:
+            notes.append(f"prompts were left out ({len(self._long)}): {self._left_out()}")
+        if left := sorted({unit.task for unit in self._units if unit.group not in self._long} - set(tasks)):
             notes.append(f"there was no time for these tasks: {', '.join(left)}")
         if len(measured) < 2 * len(units):
             notes.append("there was no time to measure all prompts twice: the interval says little")
@@ -300,20 +329,6 @@ def _decoding(block: Measured) -> tuple[int, float]:
 
 def _whole(block: Measured) -> tuple[int, float]:
     return block.tokens, block.seconds
-
-
-def _measured(run: Run) -> Measured:
-    tokens, seconds = run.decoding
-    return Measured(
-        first_tokens=tuple(answer.first_token_seconds for answer in run.answers),
-        tokens=run.tokens,
-        seconds=run.seconds,
-        decode_tokens=tokens,
-        decode_seconds=seconds,
-        rounds=tuple(record for _, records in run.rounds for record in records if not record.prefill),
-        ids=tuple(answer.choice.token_ids for answer in run.answers),
-        decoding=tuple(run.decoding_rounds),
-    )
 
 
 def _short(draft: object) -> str:

@@ -27,7 +27,7 @@ from ..maths.cost import tau
 from ..sampling import SamplingParams, Verification
 from ..types import Request
 from .agreement import Agreement, Written, by_place, of_head, of_model
-from .replay import ByAgreement, ByDrafter, Guesses, Played, TogetherWith, View, ends_each, ends_together, replay
+from .replay import ByAgreement, ByDrafter, Ends, Guesses, Played, TogetherWith, View, ends_each, ends_together, replay
 from .round_costs import RoundCosts
 from .statistics import Interval, quantile
 from .system import System
@@ -38,6 +38,7 @@ Gamma = int | Literal["auto"]
 PLACES = 10  # of a head's drafts that are looked at where tokens are drawn
 RESAMPLED = 400  # times that texts are drawn again for an interval
 REPEATS = 3  # replays of drawn tokens
+FEW = 4  # texts that a draft is held against, whatever the time
 WARM = 2  # texts that are written before, so that the controller knows the machine
 
 
@@ -124,10 +125,27 @@ class Draft:
                 self._known[text] = of_head(self.runner, head, text, self.vocab_size, places)
         return self._known.get(text)
 
-    def acceptance(self, texts: Sequence[Written], most: int, rule: Verification | None) -> list[float] | None:
-        """a_1 .. a_most; None: this drafter has no probabilities."""
-        known = [found for text in texts if (found := self.agreement(text, most)) is not None]
+    def acceptance(
+        self,
+        texts: Sequence[Written],
+        most: int,
+        rule: Verification | None,
+        late: Callable[[], bool] = lambda: False,
+    ) -> list[float] | None:
+        """a_1 .. a_most; None: this drafter has no probabilities. ``late``: look at no more texts than a few."""
+        known: list[Agreement] = []
+        for text in texts:
+            if len(known) >= FEW and late():
+                break
+            if (found := self.agreement(text, most)) is not None:
+                known.append(found)
         return by_place(known, most, rule) if known else None
+
+    def known(self, texts: Sequence[Written]) -> list[Written]:
+        """Those of the texts that rounds can be played over without another pass of the models."""
+        model, head = self.costly.text_model(), self.costly.head()
+        passes = model is not None or (head is not None and any(text.temperature for text in texts))
+        return [text for text in texts if text in self._known or not passes]
 
     def replayed(self, texts: Sequence[Written], gamma: Gamma, rows: int, *, cold: bool, seed: int = 0) -> Played:
         """The texts written again with this draft."""
@@ -175,7 +193,7 @@ class Draft:
         found = {text: self.agreement(text) for text in texts}
         return {text: agreement for text, agreement in found.items() if agreement is not None}
 
-    def _ends(self) -> Callable[..., list[int]] | None:
+    def _ends(self) -> Ends | None:
         """How it ends drafts itself."""
         if not self.costly.ends_itself:
             return None

@@ -19,7 +19,7 @@ from ..assembly import Model, assemble
 from ..config import SETTINGS, Config
 from ..drafters.base import Drafter
 from ..engine.engine import Engine
-from ..errors import HeadstartError, InvalidParameter
+from ..errors import InvalidParameter
 from ..machine.load.loading import Capability, Loaded, eos_ids
 from ..machine.load.open import Opened
 from ..machine.quantize import QUANTIZATIONS, Quantization
@@ -232,13 +232,3 @@ class System:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_fits(system: System, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-    """Refuse prompts that leave no room for an answer, before anything is measured."""
-    for index, prompt in enumerate(prompts):
-        if len(prompt) + tokens > system.max_len:
-            raise HeadstartError(
-                f"prompt {index} has {len(prompt)} tokens, and with an answer of {tokens} it is longer than the "
-                f"{system.max_len} that fit: use fewer --tokens, a larger --max-model-len, or leave it out"
-            )

@@ -24,6 +24,7 @@ import torch
 from ..engine.engine import Engine
 from ..engine.handle import Handle
 from ..types import Choice, Request, Round, SamplingParams
+from .figures import Measured
 
 __all__ = ["Answer", "Run", "in_turn", "side_by_side"]
 
@@ -128,6 +129,20 @@ class Run:
         """The rounds of that time, one record for each row."""
         begun = self._begun
         return [record for time, records in self.rounds if time > begun for record in records]
+
+    def measured(self) -> Measured:
+        """What it came to, behind ``end``."""
+        tokens, seconds = self.decoding
+        return Measured(
+            first_tokens=tuple(answer.first_token_seconds for answer in self.answers),
+            tokens=self.tokens,
+            seconds=self.seconds,
+            decode_tokens=tokens,
+            decode_seconds=seconds,
+            rounds=tuple(record for _, records in self.rounds for record in records if not record.prefill),
+            ids=tuple(answer.choice.token_ids for answer in self.answers),
+            decoding=tuple(self.decoding_rounds),
+        )
 
     @property
     def _begun(self) -> float:

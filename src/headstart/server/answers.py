@@ -56,7 +56,8 @@ class Writer:
             choice = self._delta(number * self.n + index, number, own, prompt)
             if self.origins:
                 choice["origins"] = [piece.origin for piece in own if piece.token_id is not None]
-            found.append(self._head(self.chunk_kind) | {"choices": [choice]})
+            if self.origins or _says(choice):
+                found.append(self._head(self.chunk_kind) | {"choices": [choice]})
         return found
 
     def last(self, answers: Sequence[Completion]) -> dict[str, Any]:
@@ -87,6 +88,12 @@ class Writer:
 
     def _delta(self, index: int, number: int, pieces: Sequence[Piece], prompt: Prompt | None) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    """Is there anything in it? Not where all that was written is the mark before a tool call, or half a character."""
+    written = choice.get("delta") or choice.get("text")
+    return bool(written) or choice["finish_reason"] is not None or choice["logprobs"] is not None
 
 
 @dataclass(frozen=True)

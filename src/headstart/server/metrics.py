@@ -99,13 +99,15 @@ class Metrics:
         slab = engine.parts.runner.slab
         rows = slab.rows - slab.free_rows
         used = sum(slab.lengths[:rows]) / (slab.rows * slab.capacity)
-        yield self._gauge("vllm:num_requests_running", "Requests that have a row.", rows)
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the line.", engine.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the rows' slots in use, 1 is all.", used)
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", rows)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences in the queue.", engine.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all.", used)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of requests that were read.", self._prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens written.", stats.tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked for in warm rows.", self._looked_for)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens that were warm.", self._warm)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", self._looked_for
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self._warm)
         ends = [((reason,), count) for reason, count in undisturbed(lambda: list(self._ends.items()))]
         yield self._counters("vllm:request_success", "Choices that ended.", ["finished_reason"], ends)
         for name, (help, _) in _HISTOGRAMS.items():
@@ -129,8 +131,8 @@ class Metrics:
         help = "tau: tokens a round and row, since the start."
         yield self._gauge("headstart_acceptance_length", help, stats.acceptance_length)
         yield self._gauge("headstart_draft_length", "gamma: tokens a draft, since the start.", gamma)
-        yield self._counter("headstart_rounds", "Rounds of the target.", stats.rounds)
-        yield self._counter("headstart_row_rounds", "The same, counted for each row.", stats.row_rounds)
+        yield self._counter("headstart_rounds", "Decoding steps (forward passes of the target).", stats.rounds)
+        yield self._counter("headstart_row_rounds", "The same, counted for each sequence.", stats.row_rounds)
 
     def _controller(self) -> Iterator[Metric]:
         stats, why = self._llm.stats, self._llm.engine.inactive_reason
@@ -144,7 +146,7 @@ class Metrics:
         help = "Time of drafters reading what they lacked."
         yield self._counter("headstart_catch_up_seconds", help, stats.catch_up_seconds)
         keep, extend = self._break_even
-        help = "Least acceptance probability, summed over rows, at which verifying a token more pays; 0: any does."
+        help = "Least acceptance probability, summed over the batch, at which verifying a token more pays; 0: any does."
         yield self._gauge("headstart_break_even_verify", help, keep)
         help = "The same for drafting a token more and verifying it."
         yield self._gauge("headstart_break_even_draft", help, extend)
@@ -163,7 +165,7 @@ class Metrics:
         yield self._gauge(
             "headstart_cost_rows", "Rows for which the costs below are believed; 0: none yet.", known.rows
         )
-        help = "What a round without drafting is believed to take, by its tokens a row."
+        help = "What a forward pass of the target is believed to take, by its tokens for each sequence."
         forwards = GaugeMetricFamily("headstart_forward_cost_seconds", help, labels=[*self._labels, "width"])
         for width, seconds in enumerate(known.forwards, 1):
             forwards.add_metric([*self._labels.values(), str(width)], seconds)

@@ -30,6 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ..errors import EngineStopped
 from .errors import body
+from .memory import Memory, give_back
 from .streams import DIRECT
 
 __all__ = ["Connection", "Draining", "Server", "run"]
@@ -179,6 +180,7 @@ class Server(uvicorn.Server):
         self._service, self._drain, self._mourning = service, drain, mourning
         self._end: float | None = None  # by then it stops, whatever runs
         self._told = False  # people know that it waits
+        self._memory = Memory()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.stopping:
@@ -195,6 +197,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
             return True
+        if self._memory.due(self._service.idle):
+            await asyncio.to_thread(give_back)  # ticks come later, and nothing else
         if self._end is None and self._service.failure is not None:
             self._end = time.monotonic() + self._mourning
         if self._end is None:
@@ -233,6 +237,7 @@ def run(app: Any, listener: socket.socket, *, drain: float, mourning: float = MO
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection looks at it again while somebody waits for a token
     sys.setswitchinterval(SWITCHING)
+    give_back()  # loading took more than stays
     try:
         Server(config, service, drain, mourning).run(sockets=[listener])
     finally:

@@ -54,6 +54,9 @@ REWARDED: dict[str, Any] = {  # so that tokens come again, and a wrong count sho
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 _FIELDS = '{"city": {"type": "string"}, "size": {"type": "integer"}}'
 SCHEMA = f'{{"type": "object", "properties": {_FIELDS}, "required": ["city", "size"]}}'
+TOKENS = 0.4  # of the time for checks of tokens, at the most
+LIKE_THE_FIRST = 10  # such checks, about as long as the first one
+FEWEST = 3  # prompts of each, however slow the machine is
 MOST_PASSES = 8  # answers along which places are looked for
 CANDIDATES = 12  # places that are looked at before one is chosen
 _FIRST = SamplingParams(max_tokens=4, ignore_eos=True)  # the first comes without a draft, then two are drafted
@@ -218,9 +221,25 @@ class Certifier:
             for n, prompt in enumerate(prompts)
         ]
 
+    def _affordable(self, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """As many of the prompts as leave time for the tests, by what the first check took."""
+        if self.budget.seconds is None:
+            return prompts
+        most = TOKENS * self.budget.seconds / max(1e-3, LIKE_THE_FIRST * self.examiner.checks[0].seconds)
+        few = prompts[: max(FEWEST, int(most * len(prompts)))]
+        if len(few) < len(prompts):
+            why = "checks of tokens would have taken too long for the others"
+            self.skipped.append(f"{len(prompts) - len(few)} of {len(prompts)} prompts: {why} (--seconds, --thorough)")
+        return few
+
     def _tokens(self, prompts: list[tuple[int, ...]]) -> list[Answer]:
-        """Greedy and coupled answers in every company; the greedy ones."""
-        examiner, bias = self.examiner, {prompts[0][-1]: 1.5, prompts[-1][0]: -2.0}
+        """Greedy and coupled answers in every company; those of plain decoding."""
+        examiner = self.examiner
+        plain = self._asked(prompts, temperature=0, ignore_eos=True, logprobs=3, speculate=False)
+        found = examiner.ids(Given("plain decoding", "greedy", plain), "together", drafts=False)
+        examiner.tampered(found, "greedy ids")
+        prompts = self._affordable(prompts)
+        bias = {prompts[0][-1]: 1.5, prompts[-1][0]: -2.0}
         greedy = Given(
             "greedy ids", "with log-probabilities", self._asked(prompts, temperature=0, ignore_eos=True, logprobs=3)
         )
@@ -239,8 +258,6 @@ class Certifier:
             "top-k, top-p, min-p, penalties, bias, min_tokens",
             self._asked(prompts, seed=examiner.seed + 12, logit_bias=bias, **SAMPLED, **REWARDED),
         )
-        plain = [replace(one, params=replace(one.params, speculate=False)) for one in greedy.asked]
-        found = examiner.ids(Given("plain decoding", "greedy", plain), "together", drafts=False)
         few = replace(greedy, asked=greedy.asked[: max(2, len(prompts) // 3)])
         examiner.ids(few, "alone")
         for given in (greedy, worked, drawn, whole):
@@ -250,7 +267,6 @@ class Certifier:
         if examiner.engines.backend(self.engines.engine, whole.params) != "tensors":
             by_tensors = self.engines.of(self.engines.drafter, by_tensors=True)
             examiner.ids(replace(whole, asked=whole.asked[:4]), "together", by_tensors)
-        examiner.tampered(found, "greedy ids")
         return found
 
     def _structured(self, prompts: list[tuple[int, ...]]) -> None:
@@ -278,9 +294,9 @@ class Certifier:
         left = examiner.plan.tests + 2  # the controls are about as long as two tests
         for settings, own in cases:
             for number, (rule, name, params, branches) in enumerate(settings):
-                candidates = list(islice(places(passes, params), CANDIDATES))
-                place = examiner.disagreements(candidates, params) if own else candidates[0]
                 if law is None or law.params != params:
+                    candidates = list(islice(places(passes, params), CANDIDATES))
+                    place = examiner.disagreements(candidates, params) if own else candidates[0]
                     law = first_tokens(self.truth, place.tokens, params, branches)
                 examiner.first_tokens(law, rule, name, self.budget.part(1 / left), effort.samples, own=own)
                 left -= 1

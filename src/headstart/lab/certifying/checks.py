@@ -149,7 +149,7 @@ class Examiner:
         self._record(given, rule, engine, (first, again), exercise, started)
 
     def disagreements(self, candidates: Sequence[Place], params: SamplingParams) -> Place:
-        """Of these places the one behind which the drafter that serves is the furthest from the target."""
+        """Of these places the one behind which there is the most to correct of the drafter that serves."""
         drafter = self.engines.drafter
         assert drafter is not None
         self._say("where the drafter disagrees with the target")
@@ -165,7 +165,7 @@ class Examiner:
             x = processed(self.truth.after(text, len(text))[0], params, place.tokens, output)
             p = target_law(x, params).p
             distance = float(np.abs(p - q.numpy()[: len(p)]).sum()) / 2
-            worth = min(distance, 0.6) * (1 - float((p**2).sum()))
+            worth = distance * (1 - distance) * (1 - float((p**2).sum()))  # wrong, and still accepted now and then
             if worth > furthest:
                 best, furthest = place, worth
         return best

@@ -132,7 +132,12 @@ def places(passes: Sequence[Pass], params: SamplingParams) -> Iterator[Place]:
         tops, evenness = [], []
         for at in range(len(answer.tokens)):
             x = processed(logits[at], params, answer.prompt, list(answer.tokens[:at]))
-            best = np.sort(target_law(x, params).p)[::-1][: BRANCHES[1]]
+            p = target_law(x, params).p
+            best = (
+                np.sort(np.partition(p, -BRANCHES[1])[-BRANCHES[1] :])[::-1]
+                if len(p) > BRANCHES[1]
+                else np.sort(p)[::-1]
+            )
             tops.append(float(best[0]))
             evenness.append(1.0 - float((best**2).sum()) - max(0.0, 1.0 - float(best.sum())))
         for at in range(len(tops) - 2):

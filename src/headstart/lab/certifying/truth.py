@@ -199,7 +199,8 @@ def cuts(p: Floats, params: SamplingParams, give: float) -> tuple[float, float]:
         floor = params.min_p * float(p.max())
         least, most = floor / moved, floor * moved
     if params.top_k and params.top_k < len(p):
-        last, next_one = np.sort(p)[::-1][params.top_k - 1 : params.top_k + 1]  # kept, and cut off
+        at = len(p) - params.top_k
+        next_one, last = np.partition(p, (at - 1, at))[at - 1 : at + 1]  # cut off, and kept
         least, most = max(least, last / moved), max(most, next_one * moved)
     if params.top_p < 1:
         least = max(least, _nucleus(p[p >= least], params.top_p, moved)[0] / moved)
