@@ -336,11 +336,11 @@ def chats(bench: Bench) -> dict[str, Any]:
 
 
 def vllm(bench: Bench, dtype: str = "bfloat16") -> dict[str, Any]:
-    folder = embedded_folder()
+    folder, asked = embedded_folder(), bench.arguments
     llm = LLM(folder, None, dtype=dtype, quantization=None, max_rows=ROWS, threads=bench.threads)
     lines = bench.lines(llm, ROWS)
     engine = "vllm" if dtype == "bfloat16" else f"vllm-{dtype}"
-    peer = Peer(bench.arguments.vllm_python, engine, folder, threads=bench.threads)
+    peer = Peer(asked.vllm_python, engine, folder, threads=bench.threads, preload=asked.vllm_preload)
     params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True)
 
     def ours(some: list[list[int]]) -> float:

@@ -18,7 +18,7 @@ from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
 from ..load.loading import Capability, Loaded
 from ..quantize import QUANTIZATIONS
 from .build import why_not as no_kernels
-from .cores import allowed_cores
+from .cores import processors
 from .formats import KINDS
 from .library import instructions
 from .packed import Packed, pack_model, why_not
@@ -84,7 +84,7 @@ def open_packed(
     packed: Packed | None = None,
 ) -> CpuRunner:
     """The model on the kernels, rounded to ``kind``. ``packed``: its weights, where they lie ready. ``threads``: how
-    many are used; None: never more than torch may use or a container's quota pays for, chosen by measuring."""
+    many are used; None: never more than torch may use, or than there are cores for, chosen by measuring."""
     reason = reason_against(loaded) if packed is None else no_kernels()
     if packed is None and kind not in KINDS:
         reason = f"the CPU kernels have no {kind}"
@@ -93,7 +93,7 @@ def open_packed(
     packed = packed or pack_model(loaded.model, kind)
     runner = CpuRunner(packed, loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe)
     if threads is None:
-        runner.choose_threads(min(torch.get_num_threads(), MOST_THREADS, allowed_cores() or MOST_THREADS))
+        runner.choose_threads(min(torch.get_num_threads(), MOST_THREADS, processors()))
     else:
         runner.threads = threads
     return runner
