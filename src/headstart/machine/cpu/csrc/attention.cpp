@@ -29,7 +29,7 @@ constexpr int MOST_PARTS = 8;   // of heads whose keys several queries share: up
 constexpr int MANY = 20;        // queries for which it pays to turn keys round
 constexpr int BLOCKS = 4;       // of 16 keys, that are taken at once
 constexpr int KEYS = BLOCKS * LANES;
-constexpr int AHEAD_KEYS = 32;  // that memory is asked for before they are needed
+constexpr int AHEAD_KEYS = 64;  // that memory is asked for before they are needed
 #if defined(__AVX512F__)        // numbers that find room in the registers: QUERIES x AT_ONCE
 constexpr int QUERIES = 4, AT_ONCE = 4;
 #else

@@ -24,7 +24,7 @@
 
 namespace hs {
 
-constexpr int TILES_PAY_FROM = 8;  // tokens
+constexpr int TILES_PAY_FROM = 0;  // tokens; 0: nowhere, as far as is known
 
 #if !defined(HS_TILES)
 
