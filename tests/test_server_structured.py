@@ -151,7 +151,7 @@ def test_a_shape_that_takes_long_keeps_nobody_waiting(
     monkeypatch.setattr(grammar, "_source_of", slow)
     monkeypatch.setattr(server.llm._grammars, "_deadline", 0.3)
     with ThreadPoolExecutor(8) as clients:
-        late = [clients.submit(server.post, CHAT, body(0) | _regex(f"slow {i}")) for i in range(3)]
+        late = [clients.submit(server.post, CHAT, body(0) | _regex(f"slow {i}")) for i in range(compiling.EACH - 1)]
         for _ in late:
             assert begun.acquire(timeout=20)
         new = server.post(CHAT, body(9))  # compiles while the others do

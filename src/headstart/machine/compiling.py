@@ -61,6 +61,9 @@ class _Compiling(Generic[T]):
                     os.setpriority(os.PRIO_PROCESS, self.thread.native_id, mine + NICE)
 
     def _run(self, then: Callable[[_Compiling[T]], None]) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            then(self)
+            return
         try:
             found = self.work()
         except BaseException as error:
@@ -96,20 +99,19 @@ class Compilers(Generic[T]):
             slow = [job for job in self._running if job.slow]
             for job in slow:
                 job.lower()
-            self._waiting = [job for job in self._waiting if not job.future.cancelled()]
+            self._waiting = [job for job in self._waiting if not (job.future.running() or job.future.done())]
             running = Counter(job.client for job in self._running)
             while len(self._running) < min(MOST, AT_ONCE + len(slow)):
                 ready = [job for job in self._waiting if job.client is None or running[job.client] < EACH]
                 if not ready:
                     return
                 job = min(ready, key=lambda job: running[job.client])  # clients take turns
+                job.begin(self._ended)  # first: whatever interrupts this, none is lost, and none begins twice
+                self._running.append(job)
                 self._waiting.remove(job)
-                if job.future.set_running_or_notify_cancel():
-                    self._running.append(job)
-                    running[job.client] += 1
-                    job.begin(self._ended)
+                running[job.client] += 1
 
     def _ended(self, job: _Compiling[T]) -> None:
-        with self._lock:
+        with self._lock, suppress(ValueError):
             self._running.remove(job)
         self.tend()
