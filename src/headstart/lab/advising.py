@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import HeadstartError, InvalidParameter
+from ..sampling import Verification
 from ..types import Tell, silent
 from .advice_record import SECONDS, Advice, AdviseSettings, Outlook
 from .agreement import Written
@@ -24,7 +25,7 @@ from .budget import Budget
 from .candidates import Candidate, candidates, checked
 from .confirming import Confirmation
 from .machine_facts import machine, memory
-from .predict import Draft, Gamma, predict, write
+from .predict import FEW, Draft, Gamma, predict, write
 from .recommending import recommended, seen
 from .round_costs import LENGTHS, Filler, RoundCosts, measure_rounds, told, with_widths
 from .symptoms import Symptom, long_prompts, memory_tight, symptoms
@@ -38,6 +39,7 @@ TURNS = 5  # of measuring costs
 MOST_TEXTS = 64
 WRITING, MEASURING, CONFIRMING = 0.15, 0.5, 0.35  # shares of the time
 PLACES = 8  # of a draft whose acceptance is shown
+OPENED = 0.4  # of a candidate's time, at least, that is left to measure it when it is open
 SPARE = 2  # systems beside those that will be confirmed that stay open
 
 
@@ -198,6 +200,7 @@ class Adviser:
             return
         candidate = checked(candidate, self.plain, system)
         self.candidates[candidate.name], self.open[candidate.name] = candidate, system
+        budget = Budget(None if budget.seconds is None else max(budget.left, OPENED * budget.seconds))
         costs, plain = self._costs(candidate, system, budget.part(0.6), told_as)
         self.drafts[candidate.name] = Draft(system, costs, plain)
         self._predict(candidate, costs, budget, told_as)
@@ -254,8 +257,9 @@ class Adviser:
         )
 
     def _places(self, draft: Draft, temperature: float, budget: Budget) -> list[float] | None:
-        texts = self.written[temperature]
-        return draft.acceptance(texts, PLACES, "block" if temperature else None, lambda: budget.over)
+        rule: Verification | None = "block" if temperature else None
+        least = max(FEW, 2 * max(self._rows))  # rows that share rounds are not told from fewer texts than rows
+        return draft.acceptance(self.written[temperature], PLACES, rule, lambda: budget.over, least)
 
     def _ranked(self, rows: int, temperature: float) -> list[str]:
         """Candidates that could be measured, the most promising first."""
