@@ -270,6 +270,17 @@ def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
     assert not second.predictions
 
 
+def test_where_there_is_no_time_answers_are_shorter() -> None:
+    options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
+    texts = [Text("any", (f"the {i} quick brown foxes {i * 7}",)) for i in range(4)]
+    settings = AdviseSettings(gammas=(), tokens=36, ignore_eos=True, confirm=1, seconds=0.01)
+    found = advise(options.changed(max_model_len=128), [], texts, settings)
+    (copies,) = found.outlooks
+    assert copies.measured[1, 0.0].blocks == 3, "the least that says anything"
+    assert copies.ran[1, 0.0].tokens == 3 * 32
+    assert found.notes == ("answers that confirm were cut to 32 tokens, for want of time",)
+
+
 def test_ctrl_c_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first candidate, and in the middle of confirming."""
     options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
