@@ -25,6 +25,7 @@ import gguf
 import numpy as np
 import torch
 from common import log
+from k_quants import write_q4_k_m
 from pairs import Noise
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -177,7 +178,12 @@ def make(name: str, recipe: Recipe, folder: Path, kind: str, python: str, like: 
         part.rename(exact)
     if kind != "F16":
         log(f"{out.name}: rounding")
-        quantize(python, exact, out, kind, threads)
+        if python == "none" and kind == "Q4_K_M":
+            part = out.with_suffix(".part")
+            write_q4_k_m(exact, part)
+            part.rename(out)
+        else:
+            quantize(python, exact, out, kind, threads)
         exact.unlink()
     log(f"{out.name}: {out.stat().st_size / 1e9:.2f} GB")
     return out
@@ -188,7 +194,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--peers-python", required=True, help="the python that has llama-cpp-python")
+    parser.add_argument("--peers-python", required=True, help="that has llama-cpp-python; or none (k_quants.py)")
     parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--kind", default="Q4_K_M", help="as llama.cpp calls it; F16: not rounded")
     parser.add_argument("--draft-noise", type=float, help="for the draft, in standard deviations of each weight matrix")

@@ -2,6 +2,7 @@
 //
 // Compiled with machine/cpu/csrc by tests/test_machine_cpu_arm.py, here and for ARM.
 #include <cstdio>
+#include <cstdlib>
 #include <vector>
 
 #include "decoder.h"
@@ -13,6 +14,7 @@ HS_API void hs_pack(int, const float*, const int32_t*, int, int, uint8_t*);
 HS_API int hs_pack_gguf(int, int, const uint8_t*, int64_t, const int32_t*, int, int, uint8_t*);
 HS_API void hs_unpack(const Matrix*, const int32_t*, int, float*);
 HS_API const char* hs_instructions();
+HS_API int hs_tiles(int);
 HS_API void* hs_pool_new(int);
 HS_API void hs_product(void*, const Matrix*, const float*, int, float*);
 HS_API void* hs_model_new(const Model*);
@@ -75,11 +77,11 @@ static void products(void* pool) {
     const char* names[] = {"INT8", "INT4", "FLOAT", "Q4_K", "Q5_K", "Q6_K"};
     for (int kind = 0; kind < KINDS && kind < 6; kind++) {
         const Matrix m = made(kind, 48, 512);
-        std::vector<float> row(512), x = numbers(20 * 512);
+        std::vector<float> row(512), x = numbers(60 * 512);
         const int32_t which = 19;
         hs_unpack(&m, &which, 1, row.data());
         tell(names[kind], 0, row);
-        for (int tokens : {1, 2, 3, 5, 8, 20}) {
+        for (int tokens : {1, 2, 3, 5, 8, 20, 59}) {
             std::vector<float> y((size_t)tokens * 48);
             hs_product(pool, &m, x.data(), tokens, y.data());
             tell(names[kind], tokens, y);
@@ -127,6 +129,7 @@ static void decoder(void* pool) {
 int main() {
     void* pool = hs_pool_new(2);
     fprintf(stderr, "%s\n", hs_instructions());
+    if (const char* least = getenv("HS_TILES_FROM")) hs_tiles(atoi(least));
     products(pool);
     decoder(pool);
     fflush(stdout);

@@ -12,7 +12,7 @@ from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
 from headstart.lab.agreement import Agreement, Written
 from headstart.lab.predict import Draft, predict, write
-from headstart.lab.replay import ByAgreement, Played, replay
+from headstart.lab.replay import ByAgreement, Played, View, ends_each, replay
 from headstart.lab.round_costs import RoundCosts, RowCosts
 from headstart.lab.system import System
 from headstart.machine.head import save_head
@@ -100,6 +100,23 @@ def test_the_same_rounds_as_the_engine(which: str, gamma: int, rows: int, reques
     assert played.drafted == sum(record.drafted for record in real)
     assert played.row_rounds == len(real)
     assert played.tokens == sum(record.emitted for record in real)
+
+
+def test_a_token_that_is_not_kept_costs_its_step(head_system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head learns how likely a token is by drafting it: one that it does not keep took its time, too."""
+    texts = write(head_system, prompts(1), tokens=40, ignore_eos=True)
+    draft = Draft(head_system, COSTS, COSTS)
+    monkeypatch.setattr(draft.costly, "_min_chances", lambda: (2.0, 0.0))  # none is likely enough but the first
+    played = draft.replayed(texts, 4, 1, cold=True)
+    drafts = sum(count for length, count in played.gammas.items() if length)
+    assert drafts == played.drafted > 0, "one token each"
+    at_the_end = FLAT.step  # there is room for one token only
+    assert played.draft_seconds == pytest.approx(drafts * (FLAT.start + 2 * FLAT.step) - at_the_end)
+    alike = {texts[0]: Agreement(False, *4 * (((0.4,) * 40,),))}
+    ends = ends_each(lambda rows: (0.5, 0.0))
+    view = View.of(0, texts[0], "block")
+    assert ends([view], [4], [*alike.values()]) == ([1], 2)
+    assert ends_each(lambda rows: (0.0, 0.5))([view], [4], [*alike.values()]) == ([1], 1), "it was not tried"
 
 
 def test_a_wrong_agreement_is_seen(model_system: System) -> None:

@@ -168,6 +168,28 @@ def test_free_text_before_the_grammar() -> None:
     assert PLAIN.generate("a", never).token_ids == PLAIN.generate("a", plain).token_ids
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("draft", [None, "lookup", "itself"])
+def test_free_text_does_not_end_the_answer(draft: str | None, ignore_eos: bool) -> None:
+    """A thought that ends by itself would leave out what was asked for."""
+    ends = {TOKENIZER.eos_token_id: 100.0}
+    drafted = llm(MODEL if draft == "itself" else draft)
+    for rule in ("coupled", "block", "token"):
+        given: dict[str, Any] = {"logit_bias": ends, "max_tokens": 12, "verification": rule, "ignore_eos": ignore_eos}
+        never = Structured(choice=["yes"], after="never this")
+        found = drafted.generate("a", SamplingParams(structured=never, seed=1, **given))
+        assert (found.finish_reason, len(found.token_ids)) == ("length", 12)
+        assert TOKENIZER.eos_token_id not in found.token_ids
+        soon = {TOKENIZER.convert_tokens_to_ids("="): 99.0, **ends}
+        params = SamplingParams(
+            structured=Structured(choice=["yes"], after="="), seed=1, **given | {"logit_bias": soon}
+        )
+        assert (found := drafted.generate("a", params)).text.partition("=")[2] == "yes"
+        assert found.finish_reason == "stop"
+    own = SamplingParams(max_tokens=9, logit_bias={100: 100.0}, stop_token_ids=[100], structured=never)
+    assert drafted.generate("a", own).finish_reason == "stop"  # its caller's word
+
+
 def test_a_token_that_goes_on_behind_the_free_text() -> None:
     """The tokenizer has <spare0> .. <spare12>: its ">" ends the free text, or is followed by a digit too many."""
     state = grammars().compile(Structured(choice=["re1", "x"], after="spa")).begin(endings=frozenset({2}), min_tokens=0)
@@ -298,6 +320,18 @@ def test_bad_grammars_are_refused_with_the_reason(asked: dict[str, Any], said: s
         PLAIN.request("a", SamplingParams(structured=Structured(**asked)))
     assert error.value.field.startswith("structured")
     assert len(str(error.value)) < 400
+
+
+def test_a_grammar_that_fails_within_an_answer_is_named() -> None:
+    """The tokenizer has no euro sign, which nobody finds out before an answer gets there."""
+    for pattern in ("abc[a-z](d€|e€)", "abc[a-z](d€|dé)"):
+        bad = SamplingParams(max_tokens=30, temperature=0, structured=Structured(regex=pattern))
+        good = SamplingParams(max_tokens=30, temperature=0, structured=Structured(choice=["yes", "no"]))
+        for draft in (None, "lookup"):
+            failed, fine = llm(draft).generate(["a", "b"], [bad, good])
+            assert (failed.finish_reason, failed.choices[0].error_field) == ("error", "structured.regex")
+            assert str(failed.choices[0].error).endswith("this model has no token for what it wants")
+            assert (fine.finish_reason, fine.choices[0].error_field) == ("stop", None)
 
 
 def test_what_takes_long_is_refused_after_a_deadline_and_nobody_waits_for_it() -> None:

@@ -30,8 +30,8 @@ def within(value: float, schema: dict[str, Any]) -> bool:
     return (
         value >= schema.get("minimum", value)
         and value <= schema.get("maximum", value)
-        and value > schema.get("exclusiveMinimum", value - 1)
-        and value < schema.get("exclusiveMaximum", value + 1)
+        and value > schema.get("exclusiveMinimum", float("-inf"))
+        and value < schema.get("exclusiveMaximum", float("inf"))
     )
 
 
@@ -76,7 +76,7 @@ def test_only_what_is_taken_otherwise_is_said_otherwise() -> None:
         },
         "exclusiveMinimum": True,  # draft 4's
         "const": {"exclusiveMinimum": 1, "maximum": 1.5},
-        "anyOf": [{"maximum": 0.5, "minimum": 0.25}, {"exclusiveMinimum": 1e300}],
+        "anyOf": [{"maximum": 0.5, "minimum": 0.25}, {"exclusiveMinimum": 1e300}, {"maximum": 9e14}],
     }
     assert json.loads(adapted(json.dumps(schema))) == schema
     assert json.loads(adapted('{"items": [{"exclusiveMinimum": 1, "maximum": 1.5}]}')) == {
@@ -110,6 +110,43 @@ def test_what_a_double_takes_for_the_bound_is_not_let_through(schema: dict[str, 
     assert not within(float(wrong), schema)
     assert not lets_through(grammar, wrong)
     assert lets_through(grammar, right)
+
+
+LARGE = (
+    10**15,
+    1e15 + 0.5,
+    1.5e15,
+    2**53 - 1,
+    2**53,
+    2**53 + 1,
+    1e16,
+    123456789012345678,
+    1234567890123450000,
+    2**63 - 1,
+)
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize("bound", ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"])
+def test_large_bounds(bound: str, kind: str) -> None:
+    """llguidance rounds them to doubles, writes those with fewer digits, and counts in 64 bits."""
+    grammars = Grammars(tiny_tokenizer(), width=TINY_VOCABULARY, eos=(2,))
+    inwards = 1 if "inimum" in bound else -1
+    for value in (*LARGE, *(-each for each in LARGE)):
+        if abs(value) > 9e17 and value * inwards > 0:
+            continue  # there is too little left inwards, and it is refused
+        schema = {"type": kind, bound: value}
+        grammar, whole = grammars.compile(Structured(json=schema)), int(value)
+        texts = [str(whole + each) for each in (-100, -2, -1, 0, 1, 2, 100)]
+        texts += [f"{whole + i}.{part}" for i in (-1, 0, 1) for part in ("0", "0000000001", "125", "5", "99999999999")]
+        for text in texts if kind == "number" else texts[:7]:
+            assert within(json.loads(text), schema) or not lets_through(grammar, text), (schema, text)
+        beyond = min(max(whole + inwards * abs(whole) // 10**9, -89 * 10**16), 89 * 10**16)
+        assert lets_through(grammar, str(beyond)), (schema, beyond)
+        assert lets_through(grammar, "7") == within(7, schema)
+    with pytest.raises(InvalidParameter):
+        grammars.compile(Structured(json={"type": kind, bound: inwards * 1e19}))
+    assert lets_through(grammars.compile(Structured(json={"type": kind, bound: -inwards * 1e300})), "-7")
 
 
 @pytest.mark.parametrize(

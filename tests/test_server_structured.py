@@ -208,9 +208,29 @@ def test_a_shape_that_takes_long_to_follow_ends_alone(
         fast = [clients.submit(server.post, CHAT, body(number)) for number in range(4)]
         assert [each.result()[1]["choices"][0]["message"]["content"] for each in fast] == alone[:4]
         status, said = late.result()
-    assert (status, said["error"]["code"]) == (500, "generation_failed")
+    assert (status, said["error"]["code"]) == (400, "generation_failed")
+    assert said["error"]["param"] == "structured_outputs.grammar"
     assert "of computing for each token: make it simpler, or less ambiguous" in said["error"]["message"]
     assert server.llm.engine.idle
     status, said = server.post("/v1/completions", slow)  # nobody else gets as far
     assert (status, said["error"]["param"]) == (400, "structured_outputs.grammar")
     assert "of computing for each token: make it simpler" in said["error"]["message"]
+
+
+def test_a_shape_that_cannot_be_followed_is_the_clients(server: Server, alone: list[str]) -> None:
+    """The model has no token for a euro sign, which is found out in the middle of an answer: no use asking again."""
+    failed = server.llm.stats.failed
+    bad = body(0) | {"response_format": None, "structured_outputs": {"regex": "abc[a-z](d€|dé)"}, "temperature": 0}
+    with ThreadPoolExecutor(8) as clients:
+        whole, stream = (clients.submit(server.post, CHAT, bad | {"stream": each}) for each in (False, True))
+        fast = [clients.submit(server.post, CHAT, body(number)) for number in range(4)]
+        assert [each.result()[1]["choices"][0]["message"]["content"] for each in fast] == alone[:4]
+        status, said = whole.result()
+        assert (status, said["error"]["param"]) == (400, "structured_outputs.regex")
+        assert "has no token for what it wants" in said["error"]["message"]
+        status, text = stream.result()
+        events = [json.loads(each.removeprefix("data: ")) for each in text.split("\n\n") if each]
+        assert (status, events[-1]) == (200, said)  # and no [DONE]
+        assert "".join(each["choices"][0]["delta"].get("content", "") for each in events[:-1]).startswith("abc")
+    server.settle()
+    assert server.llm.stats.failed == failed + 2

@@ -34,7 +34,7 @@ class Structured:
     llguidance reads it; its first rule is ``start``.
 
     ``after``: everything up to and with this text is free, and the rest is held to the grammar; for models that think
-    first, ``after="</think>"``. If it never comes, nothing is held to anything.
+    first, ``after="</think>"``. No eos token comes before it: if it never comes, the answer ends by its length.
 
     With ``json`` and ``json_object``: ``disable_any_whitespace`` leaves no blank between a document's parts;
     ``whitespace_pattern`` is a regex of the blanks that there may be.

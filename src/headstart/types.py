@@ -338,6 +338,8 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...] | None = None
     origins: tuple[Origin, ...] = ()
     error: str | None = None
+    #: which of its request's parameters the error is about ("structured.regex"); None: it is nobody's fault
+    error_field: str | None = None
 
 
 @dataclass(frozen=True)

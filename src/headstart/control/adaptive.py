@@ -14,7 +14,7 @@ from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens,
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .costs import Beliefs, Costs, DraftSeconds, low
-from .forced import cut_forced
+from .forced import cut_forced, widened
 from .probes import Probes, Rest
 from .why import Figures
 
@@ -138,14 +138,14 @@ class AdaptiveController:
         return [min(gamma, limit) for limit in limits]
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
-        proposals = cut_forced(self._costs, proposals)
+        whole, proposals = proposals, cut_forced(self._costs, views, proposals)
         loose = [p is not None and not self._paid(p) and not p.forced and p.draw == "point" for p in proposals]
         if any(p is not None and not self._paid(p) and p.draw != "point" for p in proposals):
             # Drawn at random by a drafter that calls itself free: these stay whole, because a drawn token may not be
             # dropped when it is known. From the next round on ``budgets`` decides, beforehand.
             self.free = False
         if not any(loose):
-            return list(proposals)
+            return widened(whole, proposals)
         chances = [
             self._acceptance.chances_of(view.id, p, paid=self._paid(p)) if p is not None else []
             for view, p in zip(views, proposals, strict=True)
@@ -154,14 +154,11 @@ class AdaptiveController:
         shortest = 1 if all(p is None or p.is_chain for p in proposals) else 2  # of a tree two, which may be siblings
         gamma = self._choose(views, chances, 0.0, 0.0)
         gamma = max(gamma, shortest) if gamma else 0
-        if (
-            not gamma
-            and self._lengths is None
-            and not any(p is not None and self._paid(p) for p in proposals)
-            and self._hopeless(chances)
-        ):
+        paid = any(p is not None and self._paid(p) for p in proposals)
+        if not gamma and self._lengths is None and not paid and self._hopeless(chances):
             self._rest_of_free.begin(self._probes.LOOK, [view.id for view in views])
-        return [p.cut(gamma) if p is not None and cut else p for p, cut in zip(proposals, loose, strict=True)]
+        pairs = zip(proposals, loose, strict=True)
+        return widened(whole, [p.cut(gamma) if p is not None and cut else p for p, cut in pairs])
 
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:

@@ -158,6 +158,11 @@ class Costs:
             self._read = tokens, seconds
 
     @property
+    def wide(self) -> bool:
+        """Did the last round verify anything, forced tokens too?"""
+        return self._drafted
+
+    @property
     def switch(self) -> float:
         """Seconds that beginning to draft, and ending it, take each."""
         return median(self._switches) * self.level

@@ -8,21 +8,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..maths.cost import round_tokens
-from ..types import Proposal
+from ..types import DraftView, Proposal
 from .costs import Costs
 
-__all__ = ["cut_forced"]
+__all__ = ["cut_forced", "widened"]
+
+GUARD = 2.0  # what rows without a grammar lose by it counts so many times
 
 
-def cut_forced(costs: Costs, proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
-    """Forced guesses cut to the length that gives the most tokens a second, and not below what the round verifies
-    anyhow for other rows."""
+def cut_forced(costs: Costs, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
+    """Forced guesses cut to the length that gives the most tokens a second. Rows without a grammar only wait for them:
+    they get no more than one token of a wider round."""
     forced = [len(p) if p is not None and p.forced else 0 for p in proposals]
     if not any(forced):
         return list(proposals)
     tokens = round_tokens([[1.0] * length for length in forced])
-    forwards = costs.forwards(len(forced), len(tokens))
-    speeds = [gained / seconds for gained, seconds in zip(tokens, forwards, strict=True)] if forwards else tokens
-    others = (len(p) for p in proposals if p is not None and not p.forced)
-    most = max(speeds.index(max(speeds)), *others, 0)
+    most, times = len(tokens) - 1, costs.forwards(len(forced), len(tokens))
+    if times:
+        change = 0.0 if costs.wide else 2 * costs.switch
+        seconds = [times[0], *(each + change for each in times[1:])]
+        guard = GUARD if any(view.params.structured is None for view in views) else 0.0
+        alone = tokens[0] / seconds[0]
+        lost = [max(0.0, 1 - seconds[0] / each) for each in seconds]
+        speeds = [t / each - guard * loss * alone for t, each, loss in zip(tokens, seconds, lost, strict=True)]
+        most = speeds.index(max(speeds))
     return [p.cut(most) if p is not None and p.forced else p for p in proposals]
+
+
+def widened(whole: Sequence[Proposal | None], cut: Sequence[Proposal | None]) -> list[Proposal | None]:
+    """Forced guesses as long as they were, up to what the round verifies anyhow."""
+    widest = max((len(p) for p in cut if p is not None), default=0)
+    pairs = zip(whole, cut, strict=True)
+    return [before.cut(widest) if before is not None and before.forced else after for before, after in pairs]

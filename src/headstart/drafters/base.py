@@ -121,6 +121,10 @@ class HeadView(Protocol):
     def net(self) -> HeadNet: ...
     @property
     def target(self) -> TargetView: ...
+    @property
+    def steps(self) -> int:
+        """That the last draft took, one whose token was not kept in the end included."""
+
     def least_chances(self, rows: int) -> tuple[float, float]:
         """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
 

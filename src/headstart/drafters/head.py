@@ -79,6 +79,7 @@ class HeadDrafter(Drafter):
         self._turn = net.rotary(self.slab.capacity)  # [capacity, 1, dim / 2]
         self._count = torch.arange(self.slab.capacity, device=target.device)
         self._kernel: HeadKernel | None = None
+        self._steps = 0  # of the last draft, without a kernel
         self.needs_torch = True  # until there is a kernel
         target.watch(net.config.watch)
 
@@ -124,6 +125,10 @@ class HeadDrafter(Drafter):
 
     def head(self) -> HeadView:
         return self
+
+    @property
+    def steps(self) -> int:
+        return self._kernel.steps if self._kernel is not None else self._steps
 
     def release(self, sequence_id: str) -> None:
         if sequence_id in self.slab:
@@ -288,6 +293,7 @@ class HeadDrafter(Drafter):
                         budgets[row] = min(budgets[row], end)
                 if max(budgets) <= offset + 1:
                     break
+        self._steps = len(drawn)
         drafted = zip(keys, sampler.proposals(drawn, budgets), strict=True)
         return {key: proposal for key, proposal in drafted if key in asked}
 

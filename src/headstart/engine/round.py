@@ -123,8 +123,11 @@ def _commit(context: RoundContext, rows: Rows, outcome: Outcome) -> list[int]:
             continue
         if verdict is None:
             fault = sequence.constraint.fault if sequence.constraint is not None else None
-            numbers = "the target's numbers broke down here (NaN, or no token left to draw)"
-            sequence.end("error", fault or numbers)
+            asked = sequence.params.structured
+            if fault is not None and asked is not None:
+                sequence.end("error", fault, f"structured.{asked.kind}")
+            else:
+                sequence.end("error", fault or "the target's numbers broke down here (NaN, or no token left to draw)")
             continue
         slab.keep(row, len(sequence.tokens) - 1, [node + 1 for node in verdict.path])
         kept[i] = sequence.commit(emitted(outcome.proposals[i], verdict), verdict.origin, outcome.logprobs[i])

@@ -63,15 +63,15 @@ class Sequence:
         self.params: SamplingParams = request.params
         self.prediction = request.prediction
         # Ids that end the text, and that ``min_tokens`` therefore holds back.
-        # A grammar that begins at once lets the eos tokens come where a text may end, and nowhere else: they end it.
-        held = request.grammar is not None and (self.params.structured is None or self.params.structured.after is None)
-        ignored = self.params.ignore_eos and not held
+        # A grammar lets the eos tokens come where a text may end, and nowhere else: they end it.
+        ignored = self.params.ignore_eos and request.grammar is None
         self.ending_ids = frozenset(self.params.stop_token_ids or ()).union(() if ignored else eos)
         self.constraint: Constraint | None = None
         if request.grammar is not None:
             self.constraint = request.grammar.begin(endings=self.ending_ids, min_tokens=self.params.min_tokens)
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.error_field: str | None = None  # what of the request is at fault
         self.settled = False  # it has ended, and the engine holds nothing for it any more
         self.dropped = False  # nobody waits for it: it ends before the next step
         self.torn = False  # tokens are being taken in; stays true only if that was interrupted
@@ -169,7 +169,7 @@ class Sequence:
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[place:] = logprobs
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None, field: str | None = None) -> None:
         """Finish from outside: an abort, a failure, or a prompt without an answer (``max_tokens=0``). What was held
         back as a possible stop string is let go."""
         if self.finished:
@@ -179,7 +179,7 @@ class Sequence:
             text = self._sink.finish()
         self._texts.append(text)
         self.pieces.append(Piece(text, None, "plain", self.index, None, reason))
-        self.error, self.finish_reason = error, reason
+        self.error, self.error_field, self.finish_reason = error, field, reason
 
     def choice(self) -> Choice:
         """The finished answer."""
@@ -193,4 +193,5 @@ class Sequence:
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             origins=tuple(self._origins),
             error=self.error,
+            error_field=self.error_field,
         )

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..distill.students import Batch, HeadStudent, Reading
 from ..drafters.base import HeadView
+from ..engine.torch_threads import torch_threads
 from ..machine.model_runner import ModelRunner
 from ..maths.cost import conditional
 from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HEAT, DRAWN_HOPE
@@ -120,28 +121,29 @@ def of_head(
     """A head, at every place of a draft, by its network before its weights are rounded."""
     drawn, prompt = text.temperature > 0, text.prompt
     logits = [part for _, part in _pass(target, text.ids, prompt, row, keep=True)]
-    p, net = torch.cat(logits), head.net
-    slab = target.slab
+    net, slab = head.net, target.slab
     features = head.target.features(slab.row(row), 0, len(text.ids) - 1).to(net.fuse.dtype)[None]
     slab.release(row)
-    ids = torch.tensor([text.ids[:-1]], device=features.device)
-    student = HeadStudent(net, _Embedding(head.target.embed(torch.arange(head.target.vocab_size, device=ids.device))))
+    device = features.device
+    # Only what occurs is looked up: the whole table takes longer to spell out than the head takes.
+    place = {token: i for i, token in enumerate(sorted(set(text.ids)))}
+    student = HeadStudent(net, _Embedding(head.target.embed(torch.tensor([*place], device=device))))
+    ids = torch.tensor([[place[token] for token in text.ids[:-1]]], device=device)
     columns = [_Columns(drawn) for _ in range(places)]
-    x = torch.tensor(text.ids[prompt:], device=ids.device)
-    with torch.inference_mode():
-        reading = Reading(Batch(ids, ids > -1, torch.zeros(1)), p[None], features)
+    x = torch.tensor(text.ids[prompt:], device=device)
+    heat = DRAWN_HEAT if device.type == "cpu" else 1.0
+    # Small operations one after the other: on a CPU, threads would wait for each other most of the time.
+    with torch.inference_mode(), torch_threads(1 if device.type == "cpu" else None):
+        p = torch.cat(logits) if drawn else None
+        reading = Reading(Batch(ids, ids > -1, torch.zeros(1)), features[..., :1], features)
         for found, states in zip(columns, student.rollout(reading, places), strict=False):
-            said = net.logits(states[0, prompt - 1 :])
+            said = net.logits(states[0, prompt - 1 :]).float()
+            if p is None:
+                found.add_greedy(net.ids[said.argmax(-1)] == x, said)
+                continue
             wide = torch.full((len(said), p.shape[-1]), -torch.inf, device=said.device)
-            wide[:, net.ids] = said.float()
-            found.add(
-                p,
-                wide,
-                x,
-                text.temperature,
-                vocab_size,
-                heat=DRAWN_HEAT if head.target.device.type == "cpu" else 1.0,
-            )
+            wide[:, net.ids] = said
+            found.add(p, wide, x, text.temperature, vocab_size, heat=heat)
     return _Columns.together(columns)
 
 
@@ -193,16 +195,8 @@ class _Columns:
     ) -> None:
         """Logits of both [n, V], the target's None where nothing was drawn; the tokens x [n] that follow."""
         draft = draft[:, :vocab_size].float()
-        sure = (draft / AGREEMENT_TEMPERATURE).softmax(-1).amax(-1)
         if target is None or not self.drawn:
-            same = (draft.argmax(-1) == x).float().tolist()
-            for column, values in (
-                (self.ratio, same),
-                (self.overlap, same),
-                (self.coupled, same),
-                (self.hope, sure.tolist()),
-            ):
-                column += values
+            self.add_greedy(draft.argmax(-1) == x, draft)
             return
         p = (target[:, :vocab_size].float() / temperature).softmax(-1)
         q = (draft / (temperature * heat)).softmax(-1)
@@ -215,6 +209,13 @@ class _Columns:
         self.overlap += torch.minimum(p, q).sum(-1).tolist()
         self.coupled += torch.where(q_x > 0, 1 / both, torch.zeros_like(both)).tolist()
         self.hope += (DRAWN_HOPE[0] + DRAWN_HOPE[1] * q.amax(-1)).tolist()
+
+    def add_greedy(self, same: Tensor, draft: Tensor) -> None:
+        """Is the draft's likeliest token the text's [n]? And its logits, over whatever it can say [n, W]."""
+        held = same.float().tolist()
+        for column in (self.ratio, self.overlap, self.coupled):
+            column += held
+        self.hope += (draft / AGREEMENT_TEMPERATURE).softmax(-1).amax(-1).tolist()
 
     def agreement(self) -> Agreement:
         return self.together([self])

@@ -27,7 +27,7 @@ from ..maths.cost import tau
 from ..sampling import SamplingParams, Verification
 from ..types import Request
 from .agreement import Agreement, Written, by_place, of_head, of_model
-from .replay import ByAgreement, ByDrafter, Guesses, Played, TogetherWith, View, ends_each, ends_together, replay
+from .replay import ByAgreement, ByDrafter, Ends, Guesses, Played, TogetherWith, View, ends_each, ends_together, replay
 from .round_costs import RoundCosts
 from .statistics import Interval, quantile
 from .system import System
@@ -193,7 +193,7 @@ class Draft:
         found = {text: self.agreement(text) for text in texts}
         return {text: agreement for text, agreement in found.items() if agreement is not None}
 
-    def _ends(self) -> Callable[..., list[int]] | None:
+    def _ends(self) -> Ends | None:
         """How it ends drafts itself."""
         if not self.costly.ends_itself:
             return None

@@ -24,7 +24,7 @@ from .round_costs import RoundCosts
 __all__ = ["ByAgreement", "ByDrafter", "Ends", "Guesses", "Played", "TogetherWith", "View", "replay"]
 
 NEAR = 8  # tokens that a drafter reads along with its first step (``AdaptiveController.NEAR``)
-Ends = Callable[[Sequence["View"], Sequence[int], Sequence[Agreement]], list[int]]
+Ends = Callable[[Sequence["View"], Sequence[int], Sequence[Agreement]], tuple[list[int], int]]  # lengths, and steps
 
 
 @dataclass
@@ -71,6 +71,10 @@ class View:
 class Guesses(Protocol):
     """Who drafts in a replay. A guess comes with how much of it the target would accept."""
 
+    @property
+    def steps(self) -> int:
+        """That the last draft took, one whose token was not kept in the end included."""
+
     def begin(self, views: Sequence[View]) -> None:
         """These sequences begin."""
 
@@ -87,6 +91,7 @@ class ByDrafter:
     def __init__(self, drafter: Drafter, begin: Callable[[Sequence[View]], None], end: Callable[[View], None]) -> None:
         """``begin`` and ``end``: what a drafter that reads the target's hidden states needs (``predict``)."""
         self.drafter, self._begin, self._end = drafter, begin, end
+        self._head, self.steps = drafter.halves()[1].head(), 0
 
     def begin(self, views: Sequence[View]) -> None:
         self._begin(views)
@@ -97,6 +102,7 @@ class ByDrafter:
             return [None] * len(views)
         self.drafter.catch_up(asked)
         found = self.drafter.propose(list(views), list(budgets))
+        self.steps = self._head.steps if self._head is not None else 0
         return [(p, _kept(view, p)) if p is not None and len(p) else None for view, p in zip(views, found, strict=True)]
 
     def release(self, view: View) -> None:
@@ -122,7 +128,7 @@ class ByAgreement:
         self, found: dict[Written, Agreement], rule: Verification | None, ends: Ends | None = None, seed: int = 0
     ) -> None:
         """``ends``: where a drafter ends its drafts itself."""
-        self._found, self._rule, self._ends = found, rule, ends
+        self._found, self._rule, self._ends, self.steps = found, rule, ends, 0
         self._random = random.Random(seed)
 
     def begin(self, views: Sequence[View]) -> None:
@@ -130,7 +136,7 @@ class ByAgreement:
 
     def propose(self, views: Sequence[View], budgets: Sequence[int]) -> list[tuple[Proposal, int] | None]:
         known = [self._found[view.text] for view in views]
-        lengths = list(budgets) if self._ends is None else self._ends(views, budgets, known)
+        lengths, self.steps = (list(budgets), max(budgets)) if self._ends is None else self._ends(views, budgets, known)
         return [
             (Proposal.chain([0] * length), self._held(one, view.start, length)) if length else None
             for view, one, length in zip(views, known, lengths, strict=True)
@@ -150,6 +156,10 @@ class TogetherWith:
 
     def __init__(self, copier: ByDrafter, costly: ByAgreement, budgets: Callable[..., list[int]]) -> None:
         self._copier, self._costly, self._budgets = copier, costly, budgets
+
+    @property
+    def steps(self) -> int:
+        return self._costly.steps
 
     def begin(self, views: Sequence[View]) -> None:
         self._copier.begin(views)
@@ -171,7 +181,7 @@ def ends_together(least: Callable[[], float]) -> Ends:
     """A draft model's way to end drafts (``drafters.model``): all rows together, when what they may still win summed up
     is less than ``least``."""
 
-    def lengths(views: Sequence[View], budgets: Sequence[int], known: Sequence[Agreement]) -> list[int]:
+    def lengths(views: Sequence[View], budgets: Sequence[int], known: Sequence[Agreement]) -> tuple[list[int], int]:
         enough, length, chances = least(), 1, [1.0] * len(views)
         while enough and length < max(budgets):
             places = [min(length - 1, len(view.text.answer) - view.start - 1) for view in views]
@@ -182,7 +192,8 @@ def ends_together(least: Callable[[], float]) -> Ends:
             if sum(chance for chance, budget in zip(chances, budgets, strict=True) if budget > length) < enough:
                 break
             length += 1
-        return [min(budget, length) if enough else budget for budget in budgets]
+        found = [min(budget, length) if enough else budget for budget in budgets]
+        return found, max(found)
 
     return lengths
 
@@ -190,18 +201,19 @@ def ends_together(least: Callable[[], float]) -> Ends:
 def ends_each(least: Callable[[int], tuple[float, float]]) -> Ends:
     """A head's way (``drafters.head``): each row by the chance that its next token is reached at all."""
 
-    def lengths(views: Sequence[View], budgets: Sequence[int], known: Sequence[Agreement]) -> list[int]:
+    def lengths(views: Sequence[View], budgets: Sequence[int], known: Sequence[Agreement]) -> tuple[list[int], int]:
         kept, followed = least(max(1, sum(budget > 0 for budget in budgets)))
-        found = []
+        found, steps = [], 0
         for view, budget, one in zip(views, budgets, known, strict=True):
             chance, length = 1.0, budget
             for place in range(min(budget, view.left)):
+                steps = max(steps, place + 1)
                 chance *= one.at(one.hope, view.start, place)
                 if chance < max(kept * (place > 0), followed):
                     length = place if place and chance < kept else place + 1
                     break
             found.append(length)
-        return found
+        return found, steps
 
     return lengths
 
@@ -210,7 +222,7 @@ def ends_each(least: Callable[[int], tuple[float, float]]) -> Ends:
 class Played:
     """What came of a replay."""
 
-    tokens: int = 0  # but the first of each answer, which its prompt's reading brings
+    tokens: int = 0  # but the first of each answer, which comes with its prompt's reading
     seconds: float = 0.0
     rounds: int = 0
     row_rounds: int = 0
@@ -279,12 +291,9 @@ class _Batch:
     def _read_prompts(self, controller: Controller) -> None:
         """The target reads them whoever drafts, so that is not counted."""
         seconds = self.costs.prefill(len(self.views)) * sum(view.prompt_length for view in self.views)
-        controller.observe(
-            [
-                Round(view.id, 0, 0, 1, len(self.views), 1, view.prompt_length - 1, 0.0, seconds, seconds)
-                for view in self.views
-            ]
-        )
+        rows = len(self.views)
+        read = [Round(v.id, 0, 0, 1, rows, 1, v.prompt_length - 1, 0.0, seconds, seconds) for v in self.views]
+        controller.observe(read)
 
     def _leave(self) -> None:
         for view in [view for view in self.views if view.left <= 0]:
@@ -308,7 +317,8 @@ class _Batch:
         longest = max((len(d[0]) for d, p in zip(drafts, paid, strict=True) if d is not None and p), default=0)
         rows = len(self.views)
         forward, gap = self.costs.forward(rows, width), self.costs.gap(rows) * self.waits
-        drafting = self.costs.draft(rows, longest)
+        steps = max(longest, self.guesses.steps) if self.guesses is not None and longest else longest
+        drafting = self.costs.draft(rows, steps)
         missing = [view.behind for view, p in zip(self.views, paid, strict=True) if p and view.behind > NEAR]
         reading = self.costs.reading(len(missing)) * sum(missing)
         records = [self._commit(view, draft, p) for view, draft, p in zip(self.views, drafts, paid, strict=True)]

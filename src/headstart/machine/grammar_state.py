@@ -24,6 +24,9 @@ from .mask_budget import TOO_SLOW, Budget
 __all__ = ["CompiledGrammar", "GrammarState", "Matcher", "Vocabulary", "computed", "first_line"]
 
 
+_NO_TOKEN = ("NoExtensionBias", "forced bytes")  # llguidance's words for what no token spells
+
+
 class Matcher(Protocol):
     """What is used of llguidance's ``LLMatcher``. One that failed stays so."""
 
@@ -104,13 +107,13 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def overhang(self, tail: bytes) -> Mask | None:
-        """What may follow free text that ends like this: anything (None) but tokens that go on behind the end of
-        ``after`` with what the grammar does not begin with."""
+        """What may follow free text that ends like this: anything (None) but eos tokens, since what was asked for is
+        still to come, and tokens that go on behind the end of ``after`` with what the grammar does not begin with."""
         reached = next(n for n in range(len(self.after) - 1, -1, -1) if tail.endswith(self.after[:n]))
         return self._overhang[reached]
 
     def _allowed_behind(self, tail: bytes, tokens: Sequence[tuple[int, bytes]]) -> Mask | None:
-        matcher, wrong = self.fresh(), []
+        matcher, wrong = self.fresh(), [token for token in self.tokens.eos if token < self.tokens.size]
         for token, spelt in tokens:
             rest = behind(tail + spelt, self.after)
             if rest:
@@ -185,7 +188,10 @@ class _Place:
 
     def _fail(self) -> None:
         assert self.matcher is not None
-        self.fault = f"the grammar could not be followed here: {first_line(self.matcher.get_error())}"
+        why = first_line(self.matcher.get_error())
+        if any(words in why for words in _NO_TOKEN):
+            why = "this model has no token for what it wants"
+        self.fault = f"the grammar could not be followed here: {why}"
 
     def forced(self) -> tuple[int, ...]:
         if self.over or self.fault is not None or self.matcher is None:

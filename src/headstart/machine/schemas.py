@@ -19,7 +19,11 @@ _DATA = ("const", "enum", "default", "examples")  # these hold no schemas
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # these hold them by name
 #: the bound that counts, which way the next number lies, and which of two such bounds is the narrower
 _SIDES = {"exclusiveMinimum": ("minimum", 1.0, max), "exclusiveMaximum": ("maximum", -1.0, min)}
+#: and for each bound which way other numbers are narrower
+_INWARDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 _SMALL = 1e-15  # about 0, where doubles have hundreds of digits, and llguidance few
+_LARGE = 10**15  # from here on llguidance rounds bounds, this way or that
+_MOST = {True: 92 * 10**17, False: 9 * 10**17}  # and larger ones it does not take; True: of whole numbers
 
 _BY_FOUR = "(?:0[48]|[2468][048]|[13579][26])"  # of 04 to 96
 _YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"  # but 0000
@@ -41,7 +45,7 @@ _BOUNDS = {
 
 def adapted(text: str) -> str:
     """A schema, as JSON, with what ``exact_bounds`` and ``bounded`` change in each of its parts."""
-    if not any(f'"{word}' in text for word in ("exclusiveM", "format", _OPTIONS)):
+    if not any(f'"{word}' in text for word in (*_SIDES, *_INWARDS, "format", _OPTIONS)):
         return text
     return json.dumps(_walked(json.loads(text)), ensure_ascii=False)
 
@@ -66,7 +70,48 @@ def _walked(schema: Any) -> Any:
             found[key] = {name: _walked(each) for name, each in part.items()}
         else:
             found[key] = part if key in _DATA else _walked(part)
-    return bounded(exact_bounds(found))
+    return bounded(exact_bounds(large_bounds(found)))
+
+
+def large_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema, with bounds from 1e15 on moved inwards, to numbers that llguidance holds as they are: texts of
+    numbers with at most 15 digits and zeros behind them; of whole numbers, those that are doubles. What is between is
+    not let through any more; of all else it would let some through that is beyond the bound."""
+    found, kinds = dict(schema), schema.get("type")
+    whole = "integer" in (kinds := kinds if isinstance(kinds, list) else [kinds]) and "number" not in kinds
+    for name, towards in _INWARDS.items():
+        value = found.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) < _LARGE:
+            continue
+        if value * towards < -_MOST[whole]:
+            value = -_MOST[whole] * towards
+        elif value * towards > _MOST[False]:
+            continue  # nothing is left inwards: it is refused
+        del found[name]
+        bound = name if name not in _SIDES else _SIDES[name][0]
+        value, least = (math.ceil if towards > 0 else math.floor)(value), int(name in _SIDES)
+        near = (_next_double if whole else _next_text)(value, towards, least)
+        others = found.get(bound, near)
+        narrower = max if towards > 0 else min
+        found[bound] = narrower(near, others) if isinstance(others, (int, float)) else near
+    return found
+
+
+def _next_double(value: int, towards: int, least: int) -> int:
+    """The first double from ``value`` on that is at least so far away."""
+    found = float(value)
+    while (int(found) - value) * towards < least:
+        found = math.nextafter(found, towards * math.inf)
+    return int(found)
+
+
+def _next_text(value: int, towards: int, least: int) -> int:
+    """The first number of 15 digits and zeros, which is that far away also where it is read as a double."""
+    step: int = 10 ** (len(str(abs(value))) - 15)
+    found = -(-value // step) * step if towards > 0 else value // step * step
+    while (min if towards > 0 else max)(found, int(float(found))) * towards < value * towards + least:
+        found += towards * step
+    return found
 
 
 def exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:

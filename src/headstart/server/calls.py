@@ -18,7 +18,7 @@ from ..async_api import AsyncLLM
 from ..engine.inbox import BUFFER, Reader, together
 from ..errors import InvalidParameter
 from ..structured import Structured
-from ..types import Completion, Piece, SamplingParams
+from ..types import Choice, Completion, Piece, SamplingParams
 from .answers import Chats, Prompt, Texts, Writer
 from .errors import Refused
 from .figures import Spelling
@@ -73,6 +73,24 @@ class Call:
             return self.wanted.renamed(error)
         return _of_tools(error)
 
+    def _failed(self, choice: Choice) -> Refused:
+        """What became of an answer that failed. Where its shape is at fault, to ask again would be of no use."""
+        why = choice.error or "the request failed"
+        if choice.error_field is None:
+            return Refused(500, why, code="generation_failed")
+        field = "tools" if self.wanted is None else self.wanted.named(choice.error_field)
+        return Refused(400, f"{field}: {why}", field, "generation_failed")
+
+    def _answers(self, readers: Sequence[Reader]) -> list[Completion]:
+        """An answer that did not come to its own end is an error, whatever was written of it."""
+        found = [reader.completion() for reader in readers]
+        for choice in (choice for answer in found for choice in answer.choices):
+            if choice.finish_reason == "error" or (choice.finish_reason == "abort" and choice.error):
+                raise self._failed(choice)
+            if choice.finish_reason == "abort":
+                raise Refused(503, "the request was stopped: the server is shutting down", code="shutting_down")
+        return found
+
     async def whole(self, readers: Sequence[Reader]) -> dict[str, Any]:
         """The answer, when all of it is written. Cancelled, it stops what was asked for."""
         try:
@@ -80,7 +98,7 @@ class Call:
                 await reader.finish()
         finally:
             _close(readers)
-        answers = _answers(readers)
+        answers = self._answers(readers)
         if self.params.prompt_logprobs is None:
             return self.writer.whole(answers)
         return await asyncio.to_thread(self.writer.whole, answers)  # a prompt may have thousands of tokens to spell
@@ -103,7 +121,7 @@ class Call:
                     for chunk in rounds.brought(number, pieces):
                         yield chunk
             try:
-                answers = _answers(readers)
+                answers = self._answers(readers)
             except Refused:
                 for chunk in rounds.kept:
                     yield chunk
@@ -295,14 +313,3 @@ def _of_tools(error: InvalidParameter) -> Refused:
 def _close(readers: Sequence[Reader]) -> None:
     for reader in readers:
         reader.close()
-
-
-def _answers(readers: Sequence[Reader]) -> list[Completion]:
-    """An answer that did not come to its own end is an error, whatever was written of it."""
-    found = [reader.completion() for reader in readers]
-    for choice in (choice for answer in found for choice in answer.choices):
-        if choice.finish_reason == "error" or (choice.finish_reason == "abort" and choice.error):
-            raise Refused(500, choice.error or "the request failed", code="generation_failed")
-        if choice.finish_reason == "abort":
-            raise Refused(503, "the request was stopped: the server is shutting down", code="shutting_down")
-    return found

@@ -32,6 +32,7 @@ from .sampling import REJECTING, Knobs
 __all__ = ["HeadKernel", "Masks", "why_not"]
 
 MOST_ROWS = 64  # of one call
+_UNSAID = -2  # where no token was drafted; -1 is one whose numbers broke down
 
 
 class _HeadRecord(Structure):  # see csrc/head.cpp
@@ -123,6 +124,7 @@ class HeadKernel:
             record.plain_embedding = self._kept(embedding.detach().float())
         self._handle = int(self._kernels.hs_head_new(ctypes.addressof(record)))
         weakref.finalize(self, self._kernels.hs_head_free, self._handle).atexit = False  # as in ``CpuRunner``
+        self.steps = 0  # of the last chains, one whose token was not kept included
         self._y = torch.zeros(slab.rows, c.width)
         self._logits = torch.zeros(slab.rows, c.vocab)
 
@@ -171,7 +173,7 @@ class HeadKernel:
         ``masks``: what grammars allow behind each row's drafted tokens.
         """
         rows, most = len(starts), max(budgets)
-        drafted, wanted = (c_int64 * (rows * most))(), (c_int32 * rows)(*budgets)
+        drafted, wanted = (c_int64 * (rows * most))(*[_UNSAID] * (rows * most)), (c_int32 * rows)(*budgets)
         settings = (Knobs * len(knobs))(*knobs)
         asked = _Asked(masks, self.config.target_vocab) if masks is not None else None
         if q is None and any(row.rule in REJECTING for row in knobs):
@@ -193,6 +195,7 @@ class HeadKernel:
             q=q.data_ptr() if q is not None else None,
             **(asked.fields if asked is not None else {}),
         )
+        self.steps = next((n for n in range(most) if drafted[n] == _UNSAID), most)  # all rows take them together
         return [drafted[row * most : row * most + wanted[row]] for row in range(rows)]
 
     # -- the call

@@ -29,24 +29,42 @@ constexpr int MOST_PARTS = 8;   // of heads whose keys several queries share: up
 constexpr int MANY = 20;        // queries for which it pays to turn keys round
 constexpr int BLOCKS = 4;       // of 16 keys, that are taken at once
 constexpr int KEYS = BLOCKS * LANES;
-constexpr int AHEAD_KEYS = 32;  // that memory is asked for before they are needed
+constexpr int AHEAD_KEYS = 64;  // that memory is asked for before they are needed
 #if defined(__AVX512F__)        // numbers that find room in the registers: QUERIES x AT_ONCE
 constexpr int QUERIES = 4, AT_ONCE = 4;
 #else
 constexpr int QUERIES = 2, AT_ONCE = 2;
 #endif
 
-// What a query will want next of keys or values that lie one behind the other, as long as the row's memory goes on.
-template <typename T> static HS_INLINE void ask_ahead(const T* p, int count) {
+template <typename T> static HS_INLINE void ask_for(const T* p, int count) {
     for (int i = 0; i < count; i += 64 / (int)sizeof(T)) __builtin_prefetch(p + i);
 }
+
+// Keys or values that are read one behind the other, and what is read behind them: a row has a few hundred, so that to ask
+// for more than it has, or not for what comes first, is a good part of all.
+template <typename T> struct Stream {
+    const T* from;
+    int end;        // of them that are read
+    const T* then;  // or null
+    int dim;
+
+    // Where number ``key`` and those behind it will be read.
+    HS_INLINE const T* at(int key) const {
+        if (key < end) return from + (size_t)key * dim;
+        return then ? then + (size_t)(key - end) * dim : nullptr;
+    }
+    // Those from ``first`` on, and of the next as far as nobody asks for them while these are read.
+    HS_INLINE void begin(int first) const {
+        for (int key = first; key < first + AHEAD_KEYS; key++)
+            if (const T* p = at(key)) ask_for(p, dim);
+    }
+};
 
 // -- scores: a query times 16 keys. Lane l adds up the products of inputs l, l + 16, l + 32 ..., then lanes are added in
 // halves, as ``sum`` does. The two ways below do the same additions.
 
 // A few queries share the loading of keys, which lie as they are: lanes are inputs.
 template <int PARTS, int N, typename T> static HS_INLINE void dots(const Query* q, const T* key, vf* found) {
-    ask_ahead(key + AHEAD_KEYS * PARTS * LANES, PARTS * LANES);
     for (int i = 0; i < PARTS; i++) {
         const vf k = load_any(key + i * LANES);
         for (int n = 0; n < N; n++) {
@@ -57,12 +75,13 @@ template <int PARTS, int N, typename T> static HS_INLINE void dots(const Query* 
 }
 
 template <int PARTS, int N, typename T>
-static __attribute__((noinline)) void few_scores(const Query* q, const T* keys, int base) {
+static __attribute__((noinline)) void few_scores(const Query* q, const T* keys, int base, const T* ahead) {
     constexpr int dim = PARTS * LANES;
     vf four[4][N];
 #pragma GCC unroll 1
     for (int j = 0; j < 4; j++) {
         vf part[4][N];
+        if (ahead) ask_for(ahead + 4 * j * dim, 4 * dim);
         for (int k = 0; k < 4; k++) dots<PARTS, N>(q, keys + (4 * j + k) * dim, part[k]);
         for (int n = 0; n < N; n++) four[j][n] = fold2(fold1(part[0][n], part[1][n]), fold1(part[2][n], part[3][n]));
     }
@@ -143,7 +162,7 @@ template <int PARTS> static void turned_scores(const Query* q, int count, const 
 }
 
 template <int PARTS, typename T>
-static void scores_of(const Query* q, int count, const T* keys, int base, int blocks, float* room) {
+static void scores_of(const Query* q, int count, const T* keys, int base, int blocks, const Stream<T>& stream, float* room) {
     constexpr int dim = PARTS * LANES;
     if constexpr (PARTS <= MOST_PARTS)
         if (count >= MANY) {
@@ -152,24 +171,25 @@ static void scores_of(const Query* q, int count, const T* keys, int base, int bl
         }
     for (int b = 0; b < blocks; b++, base += LANES, keys += LANES * dim) {
         int i = 0;
+        const T* ahead = stream.at(base + AHEAD_KEYS);  // the first queries ask for all
         if constexpr (PARTS <= MOST_PARTS)
-            for (; i + 3 <= count; i += 3) few_scores<PARTS, 3>(q + i, keys, base);
-        for (; i < count; i++) few_scores<PARTS, 1>(q + i, keys, base);
+            for (; i + 3 <= count; i += 3, ahead = nullptr) few_scores<PARTS, 3>(q + i, keys, base, ahead);
+        for (; i < count; i++, ahead = nullptr) few_scores<PARTS, 1>(q + i, keys, base, ahead);
     }
 }
 
 // Of queries that see some of the blocks. ``room``: for as many numbers.
 template <typename T>
-static void scores(const Query* q, int count, const T* keys, int base, int blocks, int dim, float* room) {
-    switch (dim / LANES) {
-        case 2: return scores_of<2>(q, count, keys, base, blocks, room);
-        case 4: return scores_of<4>(q, count, keys, base, blocks, room);
-        case 6: return scores_of<6>(q, count, keys, base, blocks, room);
-        case 8: return scores_of<8>(q, count, keys, base, blocks, room);
-        case 10: return scores_of<10>(q, count, keys, base, blocks, room);
-        case 12: return scores_of<12>(q, count, keys, base, blocks, room);
-        case 14: return scores_of<14>(q, count, keys, base, blocks, room);
-        default: return scores_of<16>(q, count, keys, base, blocks, room);
+static void scores(const Query* q, int count, const T* keys, int base, int blocks, const Stream<T>& stream, float* room) {
+    switch (stream.dim / LANES) {
+        case 2: return scores_of<2>(q, count, keys, base, blocks, stream, room);
+        case 4: return scores_of<4>(q, count, keys, base, blocks, stream, room);
+        case 6: return scores_of<6>(q, count, keys, base, blocks, stream, room);
+        case 8: return scores_of<8>(q, count, keys, base, blocks, stream, room);
+        case 10: return scores_of<10>(q, count, keys, base, blocks, stream, room);
+        case 12: return scores_of<12>(q, count, keys, base, blocks, stream, room);
+        case 14: return scores_of<14>(q, count, keys, base, blocks, stream, room);
+        default: return scores_of<16>(q, count, keys, base, blocks, stream, room);
     }
 }
 
@@ -201,15 +221,18 @@ static __attribute__((noinline)) void soften(Query& query) {
 
 // -- the values' mixture: one key after the other
 
-// Of N queries that see keys from .. to - 1 behind ``base`` and share the loading of values.
+// Of N queries that see keys from .. to - 1 behind ``base`` and share the loading of values. ``stream``: or null, where
+// nothing is to be asked for.
 template <int N, int PARTS, typename T>
-static HS_INLINE void mix_parts(const Query* q, const T* values, int base, int from, int to, int dim, int d) {
+static HS_INLINE void mix_parts(const Query* q, const T* values, int base, int from, int to, int dim, int d,
+                                const Stream<T>* stream) {
     vf s[N][PARTS];
     for (int n = 0; n < N; n++)
         for (int i = 0; i < PARTS; i++) s[n][i] = load(q[n].mixed + d + i * LANES);
     for (int k = from; k < to; k++) {
         vf value[PARTS];
-        if (sizeof(T) < sizeof(float)) ask_ahead(values + (k + AHEAD_KEYS) * dim + d, PARTS * LANES);
+        if (stream)
+            if (const T* ahead = stream->at(base + k + AHEAD_KEYS)) ask_for(ahead + d, PARTS * LANES);
         for (int i = 0; i < PARTS; i++) value[i] = load_any(values + k * dim + d + i * LANES);
         for (int n = 0; n < N; n++) {
             const vf p = splat(q[n].scores[base + k]);
@@ -221,14 +244,16 @@ static HS_INLINE void mix_parts(const Query* q, const T* values, int base, int f
 }
 
 template <int N, typename T>
-static __attribute__((noinline)) void mix(const Query* q, const T* values, int base, int from, int to, int dim) {
+static __attribute__((noinline)) void mix(const Query* q, const T* values, int base, int from, int to, int dim,
+                                          const Stream<T>* stream) {
     int d = 0;
-    for (; d + AT_ONCE * LANES <= dim; d += AT_ONCE * LANES) mix_parts<N, AT_ONCE>(q, values, base, from, to, dim, d);
-    for (; d < dim; d += 2 * LANES) mix_parts<N, 2>(q, values, base, from, to, dim, d);
+    for (; d + AT_ONCE * LANES <= dim; d += AT_ONCE * LANES) mix_parts<N, AT_ONCE>(q, values, base, from, to, dim, d, stream);
+    for (; d < dim; d += 2 * LANES) mix_parts<N, 2>(q, values, base, from, to, dim, d, stream);
 }
 
 // Of queries that see some of the blocks, four at a time as far as all four see the same keys.
-template <typename T> static void mixes(const Query* q, int count, const T* values, int base, int blocks, int dim) {
+template <typename T>
+static void mixes(const Query* q, int count, const T* values, int base, int blocks, int dim, const Stream<T>* stream) {
     for (; count > 0; count -= 4, q += 4) {
         const int some = count < 4 ? count : 4;
         int from[4], to[4], first = 0, last = blocks * LANES;
@@ -240,15 +265,15 @@ template <typename T> static void mixes(const Query* q, int count, const T* valu
         }
         last = last < first ? first : last;
         for (int n = 0; n < some; n++)
-            if (from[n] < first) mix<1>(q + n, values, base, from[n], first < to[n] ? first : to[n], dim);
+            if (from[n] < first) mix<1>(q + n, values, base, from[n], first < to[n] ? first : to[n], dim, stream);
         if (first < last) switch (some) {
-                case 1: mix<1>(q, values, base, first, last, dim); break;
-                case 2: mix<2>(q, values, base, first, last, dim); break;
-                case 3: mix<3>(q, values, base, first, last, dim); break;
-                default: mix<4>(q, values, base, first, last, dim);
+                case 1: mix<1>(q, values, base, first, last, dim, stream); break;
+                case 2: mix<2>(q, values, base, first, last, dim, stream); break;
+                case 3: mix<3>(q, values, base, first, last, dim, stream); break;
+                default: mix<4>(q, values, base, first, last, dim, stream);
             }
         for (int n = 0; n < some; n++)
-            if (last < to[n]) mix<1>(q + n, values, base, last, to[n], dim);
+            if (last < to[n]) mix<1>(q + n, values, base, last, to[n], dim, stream);
     }
 }
 
@@ -307,7 +332,6 @@ static void attend_to(const T* keys, const T* values, const Model& m, const Sigh
     float* mixed = room + (size_t)count * most;
     float* floats = own.keys.need((size_t)2 * KEYS * dim);
     T* copy = (T*)(floats + KEYS * dim);
-    ask_ahead(values, AHEAD_KEYS * dim);
     std::vector<Query> all;
     all.reserve(count);
     for (int n = s.first; n < s.last; n++) {
@@ -321,15 +345,24 @@ static void attend_to(const T* keys, const T* values, const Model& m, const Sigh
             all.push_back({queries + (size_t)n * stride + h * dim, n, from, seen, room + all.size() * most, 0.0f, h,
                            mixed + all.size() * dim});
     }
+    const int read = most < m.capacity ? most : m.capacity;
+    const int first = all.front().from;
+    const Stream<T> key_stream{keys, read, values + (size_t)first * dim, dim}, value_stream{values, read, (const T*)s.next, dim};
+    key_stream.begin(first);
+    if (count >= MANY) value_stream.begin(first);
     walk(s, keys, dim, m.capacity, all, copy, [&](Query* q, int some, int base, int blocks, const T* at) {
-        scores(q, some, at, base, blocks, dim, floats);
+        scores(q, some, at, base, blocks, key_stream, floats);
     });
     for (Query& q : all) soften(q);
     memset(mixed, 0, sizeof(float) * count * dim);
     walk(s, values, dim, m.capacity, all, copy, [&](Query* q, int some, int base, int blocks, const T* at) {
-        if (sizeof(T) == sizeof(float) || some <= 4) return mixes(q, some, at, base, blocks, dim);
-        for (int i = 0; i < blocks * LANES * dim; i += LANES) store(floats + i, load_any(at + i));
-        mixes(q, some, floats, base, blocks, dim);
+        if (some <= 4) return mixes(q, some, at, base, blocks, dim, &value_stream);
+        if (sizeof(T) == sizeof(float)) return mixes(q, some, at, base, blocks, dim, (const Stream<T>*)nullptr);
+        for (int k = 0; k < blocks * LANES; k++) {
+            if (const T* ahead = value_stream.at(base + k + AHEAD_KEYS)) ask_for(ahead, dim);
+            for (int i = k * dim; i < (k + 1) * dim; i += LANES) store(floats + i, load_any(at + i));
+        }
+        mixes(q, some, floats, base, blocks, dim, (const Stream<float>*)nullptr);
     });
     for (int i = 0; i < count; i++) {
         const vf share = splat(1.0f / all[i].total);

@@ -31,24 +31,30 @@ struct Pairs {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
+    using Scale = __m512i;
     static constexpr int PARTS = KIND == Q4_K ? 1 : 2;  // sums of a group that fit 16 bits
     Numbers numbers;
-    __m512i s[W][PARTS];  // 16 bits in each lane, and 16 of zeros, because a sum's upper half is only its sign
+    Scale s[W][PARTS];
 
     HS_INLINE void from(int tile, const uint8_t* block, int g) {  // ``g``: number of the group in the block
-        const uint8_t* scales = block + scales_at(KIND);
         numbers.template unpack<KIND>(tile, block + group_bytes(KIND) * g);
-        for (int part = 0; part < PARTS; part++)
-            if (KIND == Q6_K)
-                s[tile][part] = _mm512_maskz_cvtepi8_epi16(
-                    0x55555555, _mm256_loadu_si256((const __m256i*)(scales + 2 * LANES * g + part)));
-            else
-                s[tile][part] = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + LANES * g)));
+        for (int part = 0; part < PARTS; part++) s[tile][part] = scale_of(block, g, part);
+    }
+    // 16 bits in each lane, and 16 of zeros, because a sum's upper half is only its sign.
+    static HS_INLINE Scale scale_of(const uint8_t* block, int g, int part) {
+        const uint8_t* scales = block + scales_at(KIND);
+        if (KIND == Q6_K)
+            return _mm512_maskz_cvtepi8_epi16(0x55555555, _mm256_loadu_si256((const __m256i*)(scales + 2 * LANES * g + part)));
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + LANES * g)));
+    }
+    static HS_INLINE __m512i factor_of(const four_numbers* factors) { return in_all_lanes(factors); }
+    static HS_INLINE vi scaled(vi before, vi found, Scale scale, __m512i factor) {
+        return (vi)_mm512_dpwssd_epi32((__m512i)before, (__m512i)found, _mm512_mullo_epi16(scale, factor));
     }
     // whole[i * apart + t] += tile i's products with token t. ``halves`` and ``factors``: see ``Inputs``.
     template <int N>
     HS_INLINE void add(const int8_t* a, const int32_t* halves, const four_numbers* factors, vi* whole, int apart) const {
-        __m512i sums[N][W];
+        vi sums[N][W];
         for (int part = 0; part < PARTS; part++) {
             __m512i found[N][W];
             for (int t = 0; t < N; t++)
@@ -61,15 +67,13 @@ template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
             else
                 numbers.template some<4, 8, N>(a, found);
             for (int t = 0; t < N; t++) {
-                const __m512i factor = in_all_lanes(factors + t);
-                for (int i = 0; i < W; i++) {
-                    const __m512i before = part ? sums[t][i] : (__m512i)whole[i * apart + t];
-                    sums[t][i] = _mm512_dpwssd_epi32(before, found[t][i], _mm512_mullo_epi16(s[i][part], factor));
-                }
+                const __m512i factor = factor_of(factors + t);
+                for (int i = 0; i < W; i++)
+                    sums[t][i] = scaled(part ? sums[t][i] : whole[i * apart + t], (vi)found[t][i], s[i][part], factor);
             }
         }
         for (int t = 0; t < N; t++)
-            for (int i = 0; i < W; i++) whole[i * apart + t] = (vi)sums[t][i];
+            for (int i = 0; i < W; i++) whole[i * apart + t] = sums[t][i];
     }
 };
 
@@ -155,27 +159,34 @@ struct Minima {
 
 // Whole numbers of 32 bits, from ``Block::some``.
 template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
+    using Scale = vi;
     static constexpr int PARTS = KIND == Q6_K ? 2 : 1;
     Numbers numbers;
-    vi s[W][PARTS];
+    Scale s[W][PARTS];
 
     HS_INLINE void from(int tile, const uint8_t* block, int g) {
-        const uint8_t* scales = block + scales_at(KIND);
         numbers.template unpack<KIND>(tile, block + group_bytes(KIND) * g);
-        int32_t own[PARTS][LANES];
-        for (int part = 0; part < PARTS; part++) {
-            for (int o = 0; o < LANES; o++)
-                own[part][o] = KIND == Q6_K ? (int8_t)scales[2 * (LANES * g + o) + part] : scales[LANES * g + o];
-            memcpy(&s[tile][part], own[part], sizeof own[part]);
-        }
+        for (int part = 0; part < PARTS; part++) s[tile][part] = scale_of(block, g, part);
     }
+    static HS_INLINE Scale scale_of(const uint8_t* block, int g, int part) {
+        const uint8_t* scales = block + scales_at(KIND);
+        int32_t own[LANES];
+        for (int o = 0; o < LANES; o++)
+            own[o] = KIND == Q6_K ? (int8_t)scales[2 * (LANES * g + o) + part] : scales[LANES * g + o];
+        vi scale;
+        memcpy(&scale, own, sizeof scale);
+        return scale;
+    }
+    static HS_INLINE vi factor_of(const four_numbers* factors) { return splat_int(*factors & 15); }
+    static HS_INLINE vi scaled(vi before, vi found, Scale scale, vi factor) { return before + scale * factor * found; }
     template <int N>
     HS_INLINE void add(const int8_t* a, const int32_t* halves, const four_numbers* factors, vi* whole, int apart) const {
         for (int t = 0; t < N; t++, a += GROUP, halves += 2)
             for (int i = 0; i < W; i++)
                 for (int part = 0; part < PARTS; part++) {
                     const int from = 8 / PARTS * part, offset = KIND == Q6_K ? halves[part] : 0;
-                    whole[i * apart + t] += s[i][part] * (factors[t] & 15) * found(i, a, offset, from, from + 8 / PARTS);
+                    vi& sum = whole[i * apart + t];
+                    sum = scaled(sum, found(i, a, offset, from, from + 8 / PARTS), s[i][part], factor_of(factors + t));
                 }
     }
 

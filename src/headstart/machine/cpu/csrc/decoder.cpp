@@ -75,11 +75,19 @@ struct Forward {
         const int sets_of_heads = spans * m.kv_heads, least = spans == tokens ? 1 : 4;
         const bool few = sets_of_heads < least * pool.size() && sets_of_heads % pool.size();
         const int each = few ? 1 : group, sets = m.heads / each;
+        const auto place = [&](int item) {  // of the item's keys
+            const size_t row = (size_t)room.pieces[room.spans[item / sets].piece].row;
+            return row * m.row_stride + (size_t)(item % sets * each / group) * m.head_stride;
+        };
+        const auto next_keys = [&](int item) -> const void* {  // as far as threads take turns
+            const int next = item + pool.size();
+            return next < spans * sets ? (const char*)layer.keys + place(next) * (m.float_keys ? 4 : 2) : nullptr;
+        };
         for (int item; (item = share.take()) < spans * sets;) {
             const Span& span = room.spans[item / sets];
             const Piece& piece = room.pieces[span.piece];
             const int head = item % sets * each;
-            const size_t at = (size_t)piece.row * m.row_stride + (size_t)(head / group) * m.head_stride;
+            const size_t at = place(item);
             const size_t token = (size_t)piece.first;
             const Sight sight{layer.keys,
                               layer.values,
@@ -89,7 +97,8 @@ struct Forward {
                               span.last,
                               c.ancestors ? c.ancestors + token * c.width : nullptr,
                               piece.width,
-                              (int)layer.window};
+                              (int)layer.window,
+                              next_keys(item)};
             attend(m, sight, head, each, queries + token * m.heads * m.head_dim, to.from(piece.first),
                    room.own[thread]);
             if (to.by_256) round_heads(to.from(piece.first), item / sets, head, each);
@@ -169,6 +178,7 @@ struct Forward {
     }
 
     void run(int thread) const {
+        [[maybe_unused]] TilesOfThread tiles;
         Share* share = room.shares.data();
         const auto turn = [&] { return Turn{room.runs, thread, (int)(share - room.shares.data())}; };
         const auto tile = [&](const Matrix& matrix) {
@@ -320,6 +330,7 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
     call.pool->run(
         [](void* argument, int thread) {
             ProductCall& p = *(ProductCall*)argument;
+            [[maybe_unused]] TilesOfThread tiles;
             const Matrix& m = *p.m;
             for (int t; (t = p.rounding.take()) < p.tokens;) {
                 const float* x = p.x + (size_t)t * m.inputs;

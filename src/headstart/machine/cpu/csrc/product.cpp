@@ -1,5 +1,7 @@
 // The products, compiled once.
-#include "product_256.h"
+#include <atomic>
+
+#include "product_tiles.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -35,26 +37,42 @@ void round_block(const Inputs& to, int token, int block, const float* x) {
 }
 
 template <int KIND, int W, int TILES>
-static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
+static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out,
+                                 bool tiles) {
+#if defined(HS_TILES)
+    if (tiles) return tiled_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
+#endif
     if constexpr (by_256(KIND))
         by_256_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
     else
         product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
 }
 
+// -- by tiles, where there are some
+
+// The least number of tokens that go through tiles, set by hand: 0 for none; below 0 each kind has its own. For tests and
+// measurements, which want both ways in one process.
+static std::atomic<int> tiles_from{-1};
+
+static bool by_tiles(int kind, int tokens) {
+    const int chosen = tiles_from.load(std::memory_order_relaxed), least = chosen < 0 ? TILES_PAY_FROM : chosen;
+    return !is_exact(kind) && least && tokens >= least && tiles_permitted();
+}
+
 template <int KIND>
 static void run(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
     const size_t stride = m.tile_bytes();
     const int blocks = m.blocks();
+    const bool tiles = by_tiles(KIND, tokens);
     for (int i = 0; i < count;) {
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;
         if (count - i >= 4)
-            some_tiles<KIND, 2, 4>(p, stride, blocks, in, tokens, to), i += 4;
+            some_tiles<KIND, 2, 4>(p, stride, blocks, in, tokens, to, tiles), i += 4;
         else if (count - i >= 2)
-            some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to), i += 2;
+            some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to, tiles), i += 2;
         else
-            some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to), i += 1;
+            some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to, tiles), i += 1;
     }
 }
 
@@ -118,10 +136,17 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
 
 using namespace hs;
 
-// The instructions that this library was compiled to use.
+#if defined(HS_EMULATED_TILES)
+#define HS_WITH_TILES ", emulated tiles"
+#else
+#define HS_WITH_TILES " and AMX"
+#endif
+#define HS_NAMED(name) (tiles_permitted() ? name HS_WITH_TILES : name)
+
+// The instructions that this library was compiled to use, and may.
 HS_API const char* hs_instructions() {
 #if defined(__AVX512VNNI__)
-    return "AVX-512 VNNI";
+    return HS_NAMED("AVX-512 VNNI");
 #elif defined(__AVX512F__)
     return "AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -131,8 +156,14 @@ HS_API const char* hs_instructions() {
 #elif defined(__aarch64__)
     return "NEON";
 #else
-    return "plain";
+    return HS_NAMED("plain");
 #endif
+}
+
+// Products of ``least`` tokens and more go through tiles; 0: none do; -1: from where on they are faster. Are there any?
+HS_API int hs_tiles(int least) {
+    tiles_from.store(least, std::memory_order_relaxed);
+    return tiles_permitted();
 }
 
 // Ask for large pages: weights are read from end to end every step.
