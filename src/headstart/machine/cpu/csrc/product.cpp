@@ -1,6 +1,7 @@
 // The products, compiled once.
 #include <atomic>
 
+#include "product_float.h"
 #include "product_tiles.h"
 
 #if defined(__linux__)
@@ -73,45 +74,6 @@ static void run(const Matrix& m, int first, int count, const Inputs& in, int tok
             some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to, tiles), i += 2;
         else
             some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to, tiles), i += 1;
-    }
-}
-
-// Float weights: as many tiles at once as the registers hold sums for, since a sum waits for its last addition.
-template <int KIND, int W>
-static void run_some(const Matrix& m, int tile, const Inputs& in, int tokens, vf* out) {
-    for (int t = 0; t < tokens;) {
-        const int some = tokens - t < 8 ? tokens - t : 8;
-        const uint8_t* p = m.tile(tile);
-        const size_t stride = m.tile_bytes();
-        const Inputs from = in.from(t);
-        switch (some) {
-            case 1: float_product<KIND, W, 1>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 2: float_product<KIND, W, 2>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 3: float_product<KIND, W, 3>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 4: float_product<KIND, W, 4>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 5: float_product<KIND, W, 5>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 6: float_product<KIND, W, 6>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 7: float_product<KIND, W, 7>(p, stride, m.inputs, from, out + t, tokens); break;
-            default: float_product<KIND, W, 8>(p, stride, m.inputs, from, out + t, tokens);
-        }
-        t += some;
-    }
-}
-
-template <int KIND>
-static void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
-    for (int i = 0; i < count;) {
-        vf* to = out + (size_t)i * tokens;
-        if (tokens == 1 && count - i >= 4) {
-            float_product<KIND, 4, 1>(m.tile(first + i), m.tile_bytes(), m.inputs, in, to, tokens);
-            i += 4;
-        } else if (count - i >= 2) {
-            run_some<KIND, 2>(m, first + i, in, tokens, to);
-            i += 2;
-        } else {
-            run_some<KIND, 1>(m, first + i, in, tokens, to);
-            i += 1;
-        }
     }
 }
 
