@@ -94,7 +94,14 @@ def _pictures(found: Advice) -> Iterator[tuple[str, str]]:
             groups.append(_measured(measured))
         names = [outlook.name for outlook in known]
         yield (
-            bars(names, groups, "speed-up over plain decoding (times)", title="predicted and measured", level=1),
+            bars(
+                names,
+                groups,
+                "speed-up over plain decoding (times)",
+                of="draft",
+                title="predicted and measured",
+                level=1,
+            ),
             "Speed-up of each draft, predicted and (where it was run) measured, with 90% intervals.",
         )
     fixed = [outlook for outlook in known if len(outlook.predictions) > 1]
@@ -163,7 +170,13 @@ def _costs(known: list[Outlook], rows: int) -> Iterator[tuple[str, str]]:
         "the rest, verifying": [_at(m["forward_ms"], length + 1) for _, m, _ in told],
     }
     yield (
-        stacked([o.name for o, _, _ in told], parts, "time of a round that drafts 4 tokens (ms)", title="a round"),
+        stacked(
+            [o.name for o, _, _ in told],
+            parts,
+            "time of a round that drafts 4 tokens (ms)",
+            of="draft",
+            title="a round",
+        ),
         "A round that drafts four tokens, split in drafting and everything else.",
     )
 

@@ -85,6 +85,12 @@ def _laws(checks: list[Check]) -> str:
         "target's, in total variation over the cells, fails with probability 0.99 or more; power by distance: the "
         "least probability that a law so far away fails."
     )
+    if any(c.excused for c in checks):
+        caption += (
+            " Numbers are rounded here, so that the engine's kernels, run a token at a time, give another law than the "
+            "reference. Twice the distance between the two (chi-squared, up to "
+            f"{max(c.excused for c in checks):.2g}) counts as the same; what is noticed allows for it."
+        )
     return table(names, rows, caption, text=(1, 12))
 
 
