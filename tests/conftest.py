@@ -11,6 +11,8 @@ import torch
 
 from headstart import LLM
 from headstart.machine.cpu import build
+from headstart.machine.load.embedded import embedded_folder
+from headstart.machine.load.loading import load
 from headstart.testing import tiny_model, tiny_tokenizer
 
 
@@ -34,8 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def embedded() -> LLM:
-    """The embedded model with lookup, in float32 as Hugging Face runs it; converted into the cache on first use."""
-    return LLM(draft="lookup", dtype="float32", max_rows=4, max_model_len=2048)
+    """The embedded model with lookup, in float32 on Hugging Face's modules; converted into the cache on first use."""
+    loaded = load(embedded_folder(), dtype="float32", device="cpu")
+    return LLM(loaded.model, "lookup", tokenizer=loaded.tokenizer, max_rows=4, max_model_len=2048)
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,7 @@ def test_products_by_tiles_have_the_same_bits(name: str, extreme: bool, level: s
     """AMX against the dot products in one process: all numbers of tokens, four, two tiles and one, broken numbers.
     (Emulated in test_machine_cpu_arm.py.)"""
     library = kernels(level)
-    if not library.hs_tiles(-1):
+    if not library.hs_tiles(-1, -1):
         pytest.skip("no AMX here, or no permission")
     record, _memory = packed(name, level, extreme=extreme)
     x = torch.randn(130, INPUTS, generator=torch.Generator().manual_seed(8)) * torch.logspace(-9, 9, 130)[:, None]
@@ -148,11 +148,11 @@ def test_products_by_tiles_have_the_same_bits(name: str, extreme: bool, level: s
         for tokens in (*range(1, 62), 130):
             found = []
             for least in (0, 1):
-                library.hs_tiles(least)
+                library.hs_tiles(-1, least)
                 found.append(product(record, x[:tokens], level, threads=2))
             assert same(*found), tokens
     finally:
-        library.hs_tiles(-1)
+        library.hs_tiles(-1, -1)
 
 
 @pytest.mark.parametrize("name", TYPES)

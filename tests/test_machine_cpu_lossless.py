@@ -135,6 +135,7 @@ def test_the_number_of_threads_is_measured_or_set_by_hand(monkeypatch: pytest.Mo
     said = []
     monkeypatch.setattr("headstart.machine.cpu.runner.threads_for", lambda step, about, most: said.append(most) or 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr("headstart.machine.cpu.open.processors", lambda: 2)
     LLM(target(), None, max_model_len=64, quantization="int8")
     assert said == [2]
     monkeypatch.setattr("headstart.assembly.processors", lambda: 2)

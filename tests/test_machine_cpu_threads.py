@@ -169,10 +169,15 @@ def test_a_containers_quota(own: str, files: dict[str, str], cores: int | None, 
 
 
 @kernels
-def test_no_more_threads_than_a_container_pays_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Though torch counts the machine's cores, and in a throttled moment nothing could be measured."""
+@pytest.mark.parametrize(("quota", "cores"), [(1, {0, 1, 2}), (None, {2})])
+def test_no_more_threads_than_there_are_cores_for(
+    quota: int | None, cores: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Though torch counts the machine's (a container's quota, ``taskset``), and nothing could be measured: threads that
+    share a core are never undisturbed."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    monkeypatch.setattr("headstart.machine.cpu.open.allowed_cores", lambda: 1)
+    monkeypatch.setattr("headstart.machine.cpu.cores.allowed_cores", lambda: quota)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
     monkeypatch.setattr(thread_count, "best_count", lambda step, most: None)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}

@@ -205,16 +205,16 @@ def test_it_runs_with_its_own_bits_and_says_so(path: Path, monkeypatch: pytest.M
 def test_floats_when_they_are_asked_for(path: Path) -> None:
     for wish in ({"dtype": "float32"}, {"quantization": None}):
         report = opened(path, **wish).report
-        assert (report.dtype, report.kernels) == ("float32", "torch")
+        assert (report.dtype, report.kernels[:3]) == ("float32", "C++")
         assert "the file's weights are Q4_K (and Q6_K, F32), spelt out as float32" in report.notes
-        assert report.notes[-1] == "without dtype= and quantization= it runs with its own bits, several times faster"
+        assert "without dtype= and quantization= it runs with its own bits, several times faster" in report.notes
     rounded = opened(path, quantization="int4").report
     assert rounded.dtype == "int4"
     assert "the file's weights are Q4_K (and Q6_K, F32), rounded to int4" in rounded.notes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_floats_by_name_run_on_the_kernels(path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_floats_by_name_run_on_the_kernels(path: Path, dtype: str) -> None:
     """On the model's own modules in bfloat16 a CPU wrote a tenth of the tokens that float32 gives."""
     told: list[str] = []
     llm = opened(path, dtype=dtype, progress=told.append)
@@ -236,7 +236,7 @@ def test_half_floats_by_name_run_on_the_kernels(path: Path, dtype: str) -> None:
 def test_spelling_out_tells_how_far_it_is(path: Path) -> None:
     told: list[str] = []
     opened(path, dtype="float32", progress=told.append)
-    assert told[-1] == "loading model.gguf as float32: 100%"
+    assert told[-1] == "loading model.gguf: 100%"
     assert len(told) > 10
 
 

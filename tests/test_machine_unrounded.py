@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
@@ -43,13 +44,48 @@ def test_a_folders_numbers_are_kept(tmp_path: Path, family: str, dtype: str) -> 
 
 
 @needs_kernels
-def test_float32_by_name_runs_on_the_models_own_modules(tmp_path: Path) -> None:
-    folder = stored(tmp_path / "model", "llama", torch.bfloat16)
-    plain = LLM(folder, None, max_rows=1, max_model_len=64, dtype="float32")
-    assert (plain.report.dtype, plain.report.kernels) == ("float32", "torch")
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    mine = LLM(folder, None, max_rows=1, max_model_len=64)
-    assert mine.generate(TEXT, params).token_ids == plain.generate(TEXT, params).token_ids
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_float32_by_name_keeps_what_is_stored(tmp_path: Path, dtype: str) -> None:
+    """Floats of 16 bits are the same numbers in float32, so that only memory is saved; ids are Hugging Face's."""
+    folder = stored(tmp_path / "model", "llama", getattr(torch, dtype))
+    llm = LLM(folder, None, max_rows=1, max_model_len=64, dtype="float32")
+    runner = llm.engine.parts.runner
+    assert isinstance(runner, CpuRunner)
+    assert runner.packed.plan.kind == dtype
+    assert (llm.report.dtype, llm.report.kernels[:3]) == ("float32", "C++")
+    assert any("nothing is rounded" in note for note in llm.report.notes)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    written = theirs.generate(torch.tensor([TEXT]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert list(llm.generate(TEXT, params).token_ids) == written[0, len(TEXT) :].tolist()
+    own = LLM(theirs, None, max_rows=1, max_model_len=64)  # a model that is passed in runs on its own modules
+    assert (own.report.dtype, own.report.kernels) == ("float32", "torch")
+    assert own.generate(TEXT, params).token_ids == llm.generate(TEXT, params).token_ids
+
+
+@needs_kernels
+def test_the_embedded_model_in_float32_writes_what_hugging_faces_modules_do(embedded: LLM) -> None:
+    llm = LLM(dtype="float32", max_rows=2, max_model_len=256)  # with the head that ships with it
+    assert isinstance(llm.engine.parts.runner, CpuRunner)
+    chats = [[{"role": "user", "content": text}] for text in ("How do I boil an egg?", "What is 17 plus 25?")]
+    found = llm.chat(chats, SamplingParams(temperature=0, max_tokens=40))
+    expected = embedded.chat(chats, SamplingParams(temperature=0, max_tokens=40, speculate=False))
+    assert isinstance(found, list)
+    assert isinstance(expected, list)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert llm.stats.accepted > 0
+
+
+@needs_kernels
+def test_float32_rounds_no_activations_of_a_file_of_several_kinds(tmp_path: Path) -> None:
+    """Beside a quantized matrix activations would be rounded, so all are spelt out, though most are floats."""
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama", **SIZES), kind="F16", table="Q8_0")
+    kinds = {}
+    for dtype in ("auto", "float32"):
+        runner = LLM(path, None, max_rows=1, max_model_len=64, dtype=dtype).engine.parts.runner
+        assert isinstance(runner, CpuRunner)
+        kinds[dtype] = (runner.packed.plan.kind, runner.packed.plan.table_kind)
+    assert kinds == {"auto": ("float16", "int8"), "float32": ("float32", "float32")}
 
 
 @needs_kernels

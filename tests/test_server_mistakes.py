@@ -98,6 +98,8 @@ def test_so_does_its_curl(server: Server) -> None:
         (TEXT, {"prompt": "Hi", "max_completion_tokens": 5}, "max_completion_tokens", "here it is max_tokens"),
         (TEXT, {"prompt": {"a": 1}}, "prompt", "must be text, token ids, or a list of those"),
         (TEXT, {"prompt": "Hi", "stop": ["a", 5]}, "stop", "must be text or a list of texts"),
+        (CHAT, {"messages": WORDS, "stop": ["a"] * 99}, "stop", "stop: must hold at most 16"),
+        (TEXT, {"prompt": ["a"] * 99}, "prompt", "prompt: holds 99 prompts; 1 to 64"),
         (TEXT, {"prompt": "Hi", "max_tokens": "8"}, "max_tokens", "must be a whole number"),
     ],
 )

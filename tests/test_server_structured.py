@@ -3,6 +3,7 @@ among them, clients that leave and clients that are killed."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import struct
 import threading
@@ -19,7 +20,7 @@ pytest.importorskip("llguidance")
 
 from server_tools import WORDS, Server, joined
 
-from headstart.machine import grammar, mask_budget
+from headstart.machine import compiling, grammar, mask_budget
 
 CHAT = "/v1/chat/completions"
 
@@ -150,7 +151,7 @@ def test_a_shape_that_takes_long_keeps_nobody_waiting(
     monkeypatch.setattr(grammar, "_source_of", slow)
     monkeypatch.setattr(server.llm._grammars, "_deadline", 0.3)
     with ThreadPoolExecutor(8) as clients:
-        late = [clients.submit(server.post, CHAT, body(0) | _regex(f"slow {i}")) for i in range(3)]
+        late = [clients.submit(server.post, CHAT, body(0) | _regex(f"slow {i}")) for i in range(compiling.EACH - 1)]
         for _ in late:
             assert begun.acquire(timeout=20)
         new = server.post(CHAT, body(9))  # compiles while the others do
@@ -168,6 +169,39 @@ def test_a_shape_that_takes_long_keeps_nobody_waiting(
     while server.llm._grammars._running and monotonic() < end:
         sleep(0.005)
     assert server.post(CHAT, body(0) | _regex("slow 1"))[0] == 200  # it was compiled all the same, and is kept
+
+
+def test_a_client_whose_shapes_take_long_keeps_only_itself_waiting(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty of them at once, from one address; another address gets its own, which is new, at once."""
+    go, source, begun = threading.Event(), grammar._source_of, threading.Semaphore(0)
+
+    def slow(asked: Any) -> str:
+        if "slow" in str(asked.regex):
+            begun.release()
+            assert go.wait(60)
+        return source(asked)
+
+    monkeypatch.setattr(grammar, "_source_of", slow)
+    monkeypatch.setattr(server.llm._grammars, "_deadline", 30.0)
+    with ThreadPoolExecutor(20) as clients:
+        late = [clients.submit(server.post, CHAT, body(0) | _regex(f"slow [{i}]+a")) for i in range(20)]
+        for _ in range(compiling.EACH):
+            assert begun.acquire(timeout=20)
+        other = http.client.HTTPConnection(
+            server.url.removeprefix("http://"), timeout=20, source_address=("127.0.0.2", 0)
+        )
+        other.request("POST", CHAT, json.dumps(body(11)), {"Content-Type": "application/json"})
+        said = json.loads(other.getresponse().read())
+        other.close()
+        assert fits(said["choices"][0]["message"]["content"], 11)
+        status, text = server.get("/health")  # nor does anything else wait
+        assert (status, text) == (200, "ok")
+        assert server.post("/tokenize", {"prompt": "abc"})[0] == 200
+        assert not any(each.done() for each in late)
+        go.set()
+        assert {each.result()[0] for each in late} == {200}
 
 
 def _regex(text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .engine.inbox import Inbox
 from .engine.stats import EngineStats
 from .engine.stream import Claim, Stream
 from .errors import EngineBusy, InvalidParameter
+from .machine.grammar import Order
 from .machine.load.loading import Capability
 from .machine.load.open import Quantization
 from .machine.messages import check_text
@@ -41,7 +42,7 @@ from .prompts import (
     read_prompts,
     settings_of,
 )
-from .types import Completion, Request, Round, SamplingParams
+from .types import Completion, Grammar, Request, Round, SamplingParams, Structured
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,8 +222,10 @@ class LLM:
         *,
         id: str | None = None,
         prediction: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
-        """A request for ``Inbox.submit``, checked and tokenized (a long prompt takes milliseconds)."""
+        """A request for ``Inbox.submit``, checked and tokenized (a long prompt takes milliseconds). ``grammar``: what
+        ``order_grammar`` found, where ``structured`` is not to be compiled here."""
         if is_conversation(prompt):
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
         else:
@@ -231,7 +234,7 @@ class LLM:
         [guess] = one_each("prediction", prediction, (str, type(None)), 1)
         if id is not None and not (isinstance(id, str) and id):
             raise InvalidParameter("id", f"must be a text that is not empty, not {id!r}")
-        request = self._request(ids, settings, guess, id)
+        request = self._request(ids, settings, guess, id, grammar)
         self.engine.check(request)
         return request
 
@@ -248,6 +251,11 @@ class LLM:
         """Get ready for requests with ``structured``, which the first of them does otherwise: it takes a second or two
         for a large vocabulary, in which nothing else is computed. ``MissingExtra``: llguidance is not installed."""
         self._grammars.prepare()
+
+    def order_grammar(self, structured: Structured, client: str | None = None) -> Order:
+        """Have what an answer must look like compiled in a thread of its own. ``client``: for whom, where there are
+        several: one whose grammars take long holds up only itself."""
+        return self._grammars.order(structured, client)
 
     def cold(self) -> None:
         """Forget prompts that are warm and what was learnt about drafting, as if just loaded; ``stats`` go on.
@@ -344,12 +352,18 @@ class LLM:
                 continue
 
     def _request(
-        self, ids: Sequence[int], params: SamplingParams, prediction: str | None, own: str | None = None
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        prediction: str | None,
+        own: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """``own``: the id that the caller chose."""
         expected = self._expected(prediction) if prediction else ()
         free = (name for n in self._ids if not self.engine.running(name := f"request-{n}"))
-        grammar = self._grammars.compile(params.structured) if params.structured is not None else None
+        if params.structured is not None and grammar is None:
+            grammar = self._grammars.compile(params.structured)
         return Request(own if own is not None else next(free), tuple(ids), params, expected, grammar)
 
     def _expected(self, prediction: str) -> tuple[int, ...]:

@@ -13,23 +13,26 @@ hands over requests and takes what comes: one event for each round that wrote so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from .api import LLM
 from .engine.inbox import BUFFER, Reader
 from .engine.places import Places
 from .engine.stats import EngineStats
 from .errors import EngineBusy, EngineStopped
+from .machine.compiling import PAUSE
 from .prompts import Messages, numbered, one_each, read_conversations, read_prompts, settings_of
-from .types import Completion, Piece, Request, SamplingParams
+from .types import Completion, Grammar, Piece, Request, SamplingParams, Structured
 
 __all__ = ["AsyncLLM"]
 
+T = TypeVar("T")
+
 TOKENIZING = 4  # threads: a prompt takes milliseconds
-SHAPING = 8  # threads for requests whose answers have a shape, which is compiled first: that can take seconds
 LONG = 2**17  # characters, from which on it may take longer than anybody should wait for a thread
 
 
@@ -44,7 +47,6 @@ class AsyncLLM:
         self._inbox = llm.inbox()
         self._threads = ThreadPoolExecutor(TOKENIZING, thread_name_prefix="headstart-tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="headstart-tokenize-long")
-        self._shaping = ThreadPoolExecutor(SHAPING, thread_name_prefix="headstart-shape")
         self._line = Places(llm.engine)
 
     @classmethod
@@ -101,14 +103,16 @@ class AsyncLLM:
         prediction: str | None = None,
         buffer: int | None = BUFFER,
         wait: bool = False,
+        client: str | None = None,
     ) -> Reader:
         """Put a request in the line. The ``Reader`` is read by ``async for``, piece by piece, or by ``rounds``.
 
         ``EngineBusy``: the line is full; ``wait``: for a place in it. ``EngineStopped``: the thread that computes died,
         or this is closed.
         ``buffer``: how many pieces may lie unread before the request is aborted; None: all of them.
+        ``client``: for whom it is, where there are several: grammars that take long to compile hold up only theirs.
         """
-        request = await self.request(prompt, params, id=id, prediction=prediction)
+        request = await self.request(prompt, params, id=id, prediction=prediction, client=client)
         return await self._entered(request, buffer) if wait else self._inbox.submit(request, buffer=buffer)
 
     async def request(
@@ -118,15 +122,13 @@ class AsyncLLM:
         *,
         id: str | None = None,
         prediction: str | None = None,
+        client: str | None = None,
     ) -> Request:
-        """See ``LLM.request``; tokenized in another thread."""
-        make = partial(self.llm.request, prompt, params, id=id, prediction=prediction)
-        loop = asyncio.get_running_loop()
-        try:
-            made = loop.run_in_executor(self._threads_for(prompt, params), make)
-        except RuntimeError:  # its threads are gone
-            raise EngineStopped("this AsyncLLM is closed") from None
-        return await made
+        """See ``LLM.request`` and ``submit``; tokenized in another thread."""
+        structured = params.structured if isinstance(params, SamplingParams) else None
+        grammar = await self._compiled(structured, client) if structured is not None else None
+        make = partial(self.llm.request, prompt, params, id=id, prediction=prediction, grammar=grammar)
+        return await self._in_thread(self._threads if _length(prompt) < LONG else self._long, make)
 
     def abort(self, id: str) -> bool:
         """Stop a request before the next step. False: no such request runs."""
@@ -155,7 +157,7 @@ class AsyncLLM:
     async def close(self, drain: float | None = None) -> None:
         """Take nothing in any more and wait for what runs; what still runs after ``drain`` seconds is aborted."""
         await asyncio.to_thread(self._inbox.close, drain)
-        for threads in (self._threads, self._long, self._shaping):
+        for threads in (self._threads, self._long):
             threads.shutdown(wait=False)
         self._line.close()
 
@@ -167,11 +169,29 @@ class AsyncLLM:
 
     # -- inside
 
-    def _threads_for(self, prompt: Any, params: SamplingParams | None) -> ThreadPoolExecutor:
+    async def _in_thread(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         """What may take long has threads of its own, so that nothing else waits for it."""
-        if params is not None and params.structured is not None:
-            return self._shaping
-        return self._threads if _length(prompt) < LONG else self._long
+        loop = asyncio.get_running_loop()
+        try:
+            done = loop.run_in_executor(threads, work)
+        except RuntimeError:  # its threads are gone
+            raise EngineStopped("this AsyncLLM is closed") from None
+        return await done
+
+    async def _compiled(self, structured: Structured, client: str | None) -> Grammar:
+        """What an answer must look like, compiled. No thread waits for it: that can take seconds."""
+        order = await self._in_thread(self._threads, partial(self.llm.order_grammar, structured, client))
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def told(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set)
+
+        order.future.add_done_callback(told)
+        while not order.over:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), PAUSE)
+        return order.found()
 
     async def _answers(self, what: str, asked: Sequence[Any], alone: bool, params: Any, prediction: Any) -> Any:
         each = one_each("params", settings_of(params, None), SamplingParams, len(asked))

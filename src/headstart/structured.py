@@ -114,7 +114,9 @@ def _schema(value: object) -> str:
         except ValueError as error:
             raise InvalidParameter(name, f"is not JSON: {error}") from None
     if not isinstance(value, (Mapping, bool)):
-        raise InvalidParameter(name, f"must be a JSON schema (an object), not {shown(value)}")
+        raise InvalidParameter(
+            name, f"must be a JSON schema (an object; pydantic: Model.model_json_schema()), not {shown(value)}"
+        )
     try:
         written = json.dumps(
             dict(value) if isinstance(value, Mapping) else value,

@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
-from threading import Event, Lock, Semaphore, Thread
+from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
+from .compiling import PAUSE, Compilers
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
 from .mask_budget import TOO_SLOW
 from .schemas import adapted, escapes
@@ -24,11 +29,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Grammars"]
+__all__ = ["Grammars", "Order"]
 
 DEADLINE = 10.0  # seconds that compiling may take
 KEPT = 64  # compiled grammars
-AT_ONCE = 4  # grammars that are compiled at the same time: one that takes long holds up nobody
 #: bounds on what a grammar may cost, to compile and with each token (llguidance's own, but for what an error tells)
 LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "verbose_errors": False}
 #: characters that matter in JSON: llguidance must spell their tokens as the tokenizer does
@@ -47,8 +51,8 @@ class Grammars:
         self._source, self._width, self._eos, self._deadline = tokenizer, width, tuple(eos), deadline
         self._tokens: tuple[LLTokenizer, Vocabulary] | None = None
         self._kept: OrderedDict[Structured, CompiledGrammar] = OrderedDict()
-        self._running: dict[Structured, _Job] = {}
-        self._reading, self._books, self._places = Lock(), Lock(), Semaphore(AT_ONCE)
+        self._running: dict[Structured, Future[CompiledGrammar]] = {}
+        self._reading, self._books, self._compilers = Lock(), Lock(), Compilers[CompiledGrammar]()
         self._process = os.getpid()
 
     @property
@@ -60,30 +64,34 @@ class Grammars:
         """Read the tokenizer now. It takes a second or two for a large one, in which no other thread gets on."""
         self._read_tokens()
 
-    def compile(self, asked: Structured) -> CompiledGrammar:
+    def compile(self, asked: Structured, client: str | None = None) -> CompiledGrammar:
         """The grammar that was asked for; ``InvalidParameter`` says why there is none. Any thread may call this; it
-        waits for no step of an engine, and not much longer than the deadline."""
+        waits for no step of an engine, and not longer than the deadline. ``client``: see ``Compilers.submit``."""
+        order = self.order(asked, client)
+        while not order.over:
+            with suppress(TimeoutError, InvalidParameter):
+                order.future.result(PAUSE)
+        return order.found()
+
+    def order(self, asked: Structured, client: str | None = None) -> Order:
+        """The same for those who must not wait here. ``EngineBusy``: too many wait."""
         tokens = self._read_tokens()
         with self._books:
+            found: Future[CompiledGrammar] | None = self._running.get(asked)
             if asked in self._kept:
                 self._kept.move_to_end(asked)
-                if self._kept[asked].budget.exceeded:
-                    raise InvalidParameter(f"structured.{asked.kind}", TOO_SLOW)
-                return self._kept[asked]
-        job = self._job(tokens, asked)
-        if not job.done.wait(self._deadline):
-            raise InvalidParameter(
-                f"structured.{asked.kind}", f"takes more than {self._deadline:g} s to compile: make it smaller"
-            )
-        if job.found is None:
-            raise InvalidParameter(f"structured.{asked.kind}", job.error or "cannot be compiled")
-        return job.found
+                found = Future()
+                found.set_result(self._kept[asked])
+            elif found is None or found.cancelled():
+                found = self._compilers.submit(partial(self._work, tokens, asked), client)
+                self._running[asked] = found
+        return Order(asked, found, self._compilers.tend, self._deadline)
 
     def _read_tokens(self) -> tuple[LLTokenizer, Vocabulary]:
         """The tokenizer's bytes, read once."""
         if os.getpid() != self._process:  # forked: what another thread held then, nobody gives back here
             self._process, self._running = os.getpid(), {}
-            self._reading, self._books, self._places = Lock(), Lock(), Semaphore(AT_ONCE)
+            self._reading, self._books, self._compilers = Lock(), Lock(), Compilers[CompiledGrammar]()
         with self._reading:
             if self._tokens is None:
                 if self._source is None:
@@ -91,30 +99,48 @@ class Grammars:
                 self._tokens = _read(self._source, self._width, self._eos)
             return self._tokens
 
-    def _job(self, tokens: tuple[LLTokenizer, Vocabulary], asked: Structured) -> _Job:
-        """The one that is on its way already, or a new one, as soon as there is a place."""
-        if (running := self._running.get(asked)) is not None:
-            return running
-        if not self._places.acquire(timeout=self._deadline):
-            raise EngineBusy(f"{AT_ONCE} other grammars are being compiled")
-        with self._books:
-            job = self._running.setdefault(asked, fresh := _Job(*tokens, asked))
-        if job is fresh:
-            Thread(target=self._work, args=(job,), name="headstart-grammar", daemon=True).start()
-        else:
-            self._places.release()
-        return job
-
-    def _work(self, job: _Job) -> None:
-        job.run()
-        with self._books:
-            self._running.pop(job.asked, None)
-            if job.found is not None:
-                self._kept[job.asked] = job.found
+    def _work(self, tokens: tuple[LLTokenizer, Vocabulary], asked: Structured) -> CompiledGrammar:
+        try:
+            found = _compiled(*tokens, asked)
+            with self._books:
+                self._kept[asked] = found
                 while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
-        self._places.release()
-        job.done.set()
+            return found
+        finally:
+            with self._books:
+                self._running.pop(asked, None)
+
+
+class Order:
+    """A grammar that somebody waits for, until a deadline: while it is not ``over``, look again every ``PAUSE``."""
+
+    def __init__(
+        self, asked: Structured, future: Future[CompiledGrammar], tend: Callable[[], None], deadline: float
+    ) -> None:
+        self.future = future
+        self._asked, self._tend, self._deadline = asked, tend, deadline
+        self._end = monotonic() + deadline
+
+    @property
+    def over(self) -> bool:
+        self._tend()
+        return self.future.done() or monotonic() >= self._end
+
+    def found(self) -> CompiledGrammar:
+        """What came of it. One that waits still is given up; one that has begun cannot be stopped, and is kept."""
+        field = f"structured.{self._asked.kind}"
+        if self.future.cancel() or self.future.cancelled():
+            raise EngineBusy("other grammars are being compiled")
+        if not self.future.done():
+            raise InvalidParameter(field, f"takes more than {self._deadline:g} s to compile: make it smaller")
+        try:
+            grammar = self.future.result()
+        except InvalidParameter as error:
+            raise InvalidParameter(field, str(error).removeprefix(f"{error.field} ")) from None
+        if grammar.budget.exceeded:
+            raise InvalidParameter(field, TOO_SLOW)
+        return grammar
 
 
 def _read(source: PreTrainedTokenizerBase, width: int, eos: Sequence[int]) -> tuple[LLTokenizer, Vocabulary]:
@@ -156,38 +182,34 @@ def _described(source: PreTrainedTokenizerBase) -> str:
     return json.dumps(told)
 
 
-class _Job:
-    """One grammar on its way, in a thread of its own."""
+def _compiled(tokens: LLTokenizer, vocabulary: Vocabulary, asked: Structured) -> CompiledGrammar:
+    try:
+        return CompiledGrammar(vocabulary, _matcher(tokens, vocabulary, asked), asked.after)
+    except InvalidParameter:
+        raise
+    except Exception as error:  # whatever a library makes of what strangers send
+        raise _wrong(str(error)) from None
 
-    def __init__(self, tokens: LLTokenizer, vocabulary: Vocabulary, asked: Structured) -> None:
-        self.tokens, self.vocabulary, self.asked, self.done = tokens, vocabulary, asked, Event()
-        self.found: CompiledGrammar | None = None
-        self.error: str | None = None
 
-    def run(self) -> None:
-        try:
-            self.found = CompiledGrammar(self.vocabulary, self._matcher(), self.asked.after)
-        except InvalidParameter as error:
-            self.error = str(error).removeprefix(f"{error.field} ")
-        except Exception as error:  # whatever a library makes of what strangers send
-            why = first_line(str(error))
-            self.error = f"cannot be compiled: {_IN_WORDS.get(why, why)}"
+def _wrong(said: str) -> InvalidParameter:
+    why = first_line(said)
+    return InvalidParameter("structured", f"cannot be compiled: {_IN_WORDS.get(why, why)}")
 
-    def _matcher(self) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
 
-        found = LLMatcher(self.tokens, _source_of(self.asked), log_level=0, limits=LLParserLimits(**LIMITS))
-        # Some grammars fail only when they are used: try the beginning of an answer.
-        trial = found.deep_copy()
-        for _ in "ab":
-            row = computed(trial, self.vocabulary) if not trial.is_error() else None
-            if trial.is_error():
-                why = first_line(trial.get_error())
-                raise InvalidParameter("structured", f"cannot be compiled: {_IN_WORDS.get(why, why)}")
-            if row is None or not row.any():
-                raise InvalidParameter("structured", "allows no answer that this model's tokens can spell")
-            trial.consume_tokens(trial.compute_ff_tokens())
-        return found
+def _matcher(tokens: LLTokenizer, vocabulary: Vocabulary, asked: Structured) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    found = LLMatcher(tokens, _source_of(asked), log_level=0, limits=LLParserLimits(**LIMITS))
+    # Some grammars fail only when they are used: try the beginning of an answer.
+    trial = found.deep_copy()
+    for _ in "ab":
+        row = computed(trial, vocabulary) if not trial.is_error() else None
+        if trial.is_error():
+            raise _wrong(trial.get_error())
+        if row is None or not row.any():
+            raise InvalidParameter("structured", "allows no answer that this model's tokens can spell")
+        trial.consume_tokens(trial.compute_ff_tokens())
+    return found
 
 
 def _source_of(asked: Structured) -> str:

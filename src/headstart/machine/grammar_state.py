@@ -11,7 +11,7 @@ for once, where it begins, and the grammar reads it once it is over: in between 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
@@ -57,11 +57,19 @@ class Vocabulary:
     eos: frozenset[int]  # what ends a text where the grammar lets it end
     spelt: Callable[[int], bytes]
     split: Callable[[bytes], list[int]]  # bytes -> tokens
+    _longer: dict[bytes, list[tuple[int, bytes]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def words(self) -> int:
         """Of a mask."""
         return (self.size + 31) // 32
+
+    def longer(self, byte: bytes) -> list[tuple[int, bytes]]:
+        """Tokens that have this byte, and go on behind it: looked for once, which takes a moment."""
+        if byte not in self._longer:
+            spelt = ((token, self.spelt(token)) for token in range(self.size))
+            self._longer[byte] = [(token, text) for token, text in spelt if byte in text[:-1]]
+        return self._longer[byte]
 
     def one(self, token: int) -> Mask:
         row = np.zeros(self.words, np.uint32)
@@ -94,9 +102,7 @@ class CompiledGrammar:
     def __init__(self, tokens: Vocabulary, matcher: Matcher, after: str | None) -> None:
         self.tokens, self._matcher, self.budget = tokens, matcher, Budget()
         self.after = after.encode() if after is not None else b""
-        last = self.after[-1:]
-        spelt = ((token, tokens.spelt(token)) for token in range(tokens.size if last else 0))
-        longer = [(token, text) for token, text in spelt if last in text[:-1]]
+        longer = tokens.longer(self.after[-1:]) if self.after else []
         #: by how much of ``after`` is there already
         self._overhang = [self._allowed_behind(self.after[:n], longer) for n in range(len(self.after))]
 

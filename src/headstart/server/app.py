@@ -145,7 +145,7 @@ class _Service:
             apart = self._calls.lengthy(body) or len(await request.body()) >= LONG
             call = await asyncio.to_thread(make, body) if apart else make(body)
             self._check_places(call)
-            readers = await call.submit(self._llm)
+            readers = await call.submit(self._llm, client=request.client.host if request.client is not None else None)
         except EngineBusy as error:
             raise Refused(429, str(error), code="queue_full", retry_after=self.pace.retry_after()) from None
         if call.stream:

@@ -117,8 +117,7 @@ class Batches:
         except EngineStopped:
             raise
         except ValidationError as error:
-            first = error.errors()[0]
-            said = errors.misfit(first, first["loc"])
+            said = errors.misfit(error.errors())
         except Exception as error:
             said = errors.described(error)
             if said.status >= 500:

@@ -50,16 +50,16 @@ class Call:
     running_usage: bool = False  # in every chunk what was used so far
     wanted: Wanted | None = None  # what the client said of the answer's shape
 
-    async def submit(self, llm: AsyncLLM, *, wait: bool = False) -> list[Reader]:
-        """All of its requests, or none: ``EngineBusy`` where the line is full; ``wait``: for places in it."""
+    async def submit(self, llm: AsyncLLM, *, wait: bool = False, client: str | None = None) -> list[Reader]:
+        """All of its requests, or none: ``EngineBusy`` where the line is full; ``wait``: for places in it. ``client``:
+        who asks."""
         readers: list[Reader] = []
         buffer = BUFFER if self.stream else None  # whole answers are read one after the other
         try:
             for i, prompt in enumerate(self.prompts):
                 name = f"{self.writer.id}-{i}"
-                readers.append(
-                    await llm.submit(prompt, self.params, id=name, prediction=self.prediction, buffer=buffer, wait=wait)
-                )
+                submit = partial(llm.submit, prompt, self.params, id=name, prediction=self.prediction)
+                readers.append(await submit(buffer=buffer, wait=wait, client=client))
         except BaseException as error:
             _close(readers)
             if isinstance(error, InvalidParameter) and error.field.startswith("structured"):

@@ -62,6 +62,12 @@ _SUCH_AS = {  # of fields that are often sent in another shape
     "response_format": 'an object such as {"type": "json_object"}',
     "logit_bias": 'an object of token ids and numbers such as {"42": -100}',
 }
+_LIMITS = (
+    "too_long",
+    "too_short",
+    "less_than_equal",
+    "greater_than_equal",
+)  # it was read, and is too much or too little
 _SHAPE = ("model_type", "model_attributes_type", "dict_type", "list_type")  # not what stands in it, but all of it
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -110,9 +116,13 @@ def described(error: Exception) -> Refused:
     return Refused(500, "something went wrong inside the server; its log says what")
 
 
-def misfit(error: Any, place: Sequence[int | str]) -> Refused:
-    """One of pydantic's errors; ``place``: where in the body."""
-    parts = [str(part) for part in place]
+def misfit(errors: Sequence[Any], skip: int = 0) -> Refused:
+    """What pydantic found; ``skip``: so many parts of its places are not the body's. The first thing is told; of a
+    field that may be one of several things, what is wrong with the one that was meant."""
+    error = errors[0]
+    place = error["loc"][skip:]
+    error = next((e for e in errors if e["loc"][skip:][:1] == place[:1] and e["type"] in _LIMITS), error)
+    parts = [str(part) for part in error["loc"][skip:]]
     kinds = [i for i, part in enumerate(parts) if part in _KINDS or "[" in part]  # one of several that may stand there
     parts = parts[: kinds[0]] if kinds else parts
     field = ".".join(parts) or None
@@ -122,9 +132,10 @@ def misfit(error: Any, place: Sequence[int | str]) -> Refused:
     while named and named[-1].isdigit():  # a place in a list
         named = named[:-1]
     name = named[-1] if named else ""
-    if name in _SUCH_AS and (kinds or error["type"] in _SHAPE):
+    limit = error["type"] in _LIMITS
+    if name in _SUCH_AS and not limit and (kinds or error["type"] in _SHAPE):
         return Refused(400, f"{'.'.join(named)}: must be {_SUCH_AS[name]}", field)
-    said = "has a value of the wrong type" if kinds else _said(error)
+    said = "has a value of the wrong type" if kinds and not limit else _said(error)
     if name == "logprobs" and error["type"] == "bool_type":
         said += "; top_logprobs says how many"
     return Refused(400, f"{field or 'the body'}: {said}", field)
@@ -150,8 +161,7 @@ def install(app: Any) -> None:
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        return answer(misfit(first, first["loc"][1:]))
+        return answer(misfit(error.errors(), skip=1))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

@@ -69,9 +69,10 @@ class Outline:
             return dtype
         return "bfloat16" if gpu or (self.fused and self.own_bits is None) else "float32"
 
-    def weights(self, kind: str) -> int:
-        """Bytes of its weights in such numbers."""
-        if kind == self.own_bits:
+    def weights(self, kind: str, gpu: bool) -> int:
+        """Bytes of its weights in such numbers. A CPU's kernels keep floats as they are stored."""
+        as_stored = kind == "float32" and self.own_bits is None and self.fused and not gpu
+        if as_stored or kind == self.own_bits:
             return self.bytes
         each = BYTES.get(kind, 4.0 if kind == "float32" else 2.0)
         return int(self.parameters * each)
@@ -189,10 +190,10 @@ def examined(asked: Asked, free: int | None, gpu: bool) -> tuple[dict[str, Any],
         draft = role == "draft"
         kind = about.kind(asked.draft_quantization if draft else asked.quantization, asked.dtype, gpu, draft)
         longest = asked.max_model_len or min(about.context or LONGEST, LONGEST)
-        weights, keys = about.weights(kind), about.keys(kind, gpu) * longest * asked.rows
+        weights, keys = about.weights(kind, gpu), about.keys(kind, gpu) * longest * asked.rows
         total += weights + keys
         facts[role] = asdict(about) | {"kind": kind, "weights": weights, "keys": keys, "max_model_len": longest}
-        found += _one(role, about, kind, gpu)
+        found += _one(role, about, kind)
         if target is not None and draft:
             found += _beside(target, about)
         target = about if not draft else target
@@ -211,17 +212,10 @@ def _is_head(source: str) -> bool:
         return False
 
 
-def _one(role: str, about: Outline, kind: str, gpu: bool) -> Iterator[Finding]:
+def _one(role: str, about: Outline, kind: str) -> Iterator[Finding]:
     said = f"{about.name}: {about.architecture}, {about.parameters / 1e6:.0f}M weights, runs as {kind}"
-    if about.fused and (gpu or kind != "float32"):
+    if about.fused:
         yield Finding(role, "fine", f"{said} on Headstart's own kernels")
-    elif about.fused:
-        yield Finding(
-            role,
-            "slow",
-            f"{said} on torch: float32 has no kernels of our own on a CPU",
-            "leave --dtype out, or use --quantization int8",
-        )
     else:
         text = f"{said} on torch: Headstart's kernels do not run this architecture"
         yield Finding(role, "slow", text)

@@ -18,7 +18,7 @@ from ...errors import HeadstartWarning, InvalidParameter, ModelRefused
 from ..load.loading import Capability, Loaded
 from ..quantize import QUANTIZATIONS
 from .build import why_not as no_kernels
-from .cores import allowed_cores
+from .cores import processors
 from .formats import KINDS
 from .library import instructions
 from .packed import Packed, pack_model, why_not
@@ -84,7 +84,7 @@ def open_packed(
     packed: Packed | None = None,
 ) -> CpuRunner:
     """The model on the kernels, rounded to ``kind``. ``packed``: its weights, where they lie ready. ``threads``: how
-    many are used; None: never more than torch may use or a container's quota pays for, chosen by measuring."""
+    many are used; None: never more than torch may use, or than there are cores for, chosen by measuring."""
     reason = reason_against(loaded) if packed is None else no_kernels()
     if packed is None and kind not in KINDS:
         reason = f"the CPU kernels have no {kind}"
@@ -93,17 +93,21 @@ def open_packed(
     packed = packed or pack_model(loaded.model, kind)
     runner = CpuRunner(packed, loaded.model, rows=rows, max_len=max_len, margin=margin, probe=probe)
     if threads is None:
-        runner.choose_threads(min(torch.get_num_threads(), MOST_THREADS, allowed_cores() or MOST_THREADS))
+        runner.choose_threads(min(torch.get_num_threads(), MOST_THREADS, processors()))
     else:
         runner.threads = threads
     return runner
 
 
-def described(report: Capability, packed: Packed, *, own: bool = False) -> Capability:
-    """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names."""
+def described(report: Capability, packed: Packed, *, own: bool = False, wide: bool = False) -> Capability:
+    """The capability report of a model that runs on the kernels. ``own``: with its file's own bits, which it names.
+    ``wide``: float32 was asked for by name, which floats of fewer bits are, too."""
     kind = packed.plan.kind
+    dtype = report.dtype if own and not packed.plan.exact else kind
     if packed.plan.exact:
         kept = ", as they are; nothing is rounded" if own else ""
+        if wide and kind != "float32":
+            dtype, kept = "float32", ", as they are: the same numbers as in float32; nothing is rounded"
         note = f"weights are {kind}{kept}: activations, keys and values are float32"
     elif own:
         note = (
@@ -117,7 +121,7 @@ def described(report: Capability, packed: Packed, *, own: bool = False) -> Capab
         )
     return replace(
         report,
-        dtype=report.dtype if own and not packed.plan.exact else kind,
+        dtype=dtype,
         device="cpu",
         bytes=packed.bytes,
         notes=(*report.notes, note),

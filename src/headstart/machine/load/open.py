@@ -26,6 +26,7 @@ from ..cpu.formats import KINDS, known
 from ..cpu.open import can_round_draft, check_quantization, described, fall_back, open_packed
 from ..cpu.packed import Packed
 from ..cpu.packed import why_not as why_not_packed
+from ..cpu.plan import EXACT
 from ..cpu.runner import CpuRunner
 from ..lower import CLASSES
 from ..quantize import QUANTIZATIONS, Quantization
@@ -70,6 +71,7 @@ class Opened:
     place: Path | None = None  # where they are to be kept once they run; None: nowhere, or they are
     ours: bool = False  # nobody else holds the model, so its float weights may be dropped
     choosable: bool = False  # nobody asked for this very quantization: another may be better
+    wide: bool = False  # float32 was asked for by name
 
 
 def what_loads(source: str | Path | PreTrainedModel) -> str:
@@ -221,7 +223,8 @@ def _fastest(
         packed = open_packed(loaded, opened.quantization, probe=probe, threads=threads, packed=opened.packed, **sizes)
         if opened.place is not None:
             keep(opened.place, loaded, packed.packed)
-        return packed, replace(loaded, report=described(loaded.report, packed.packed, own=opened.quantization == OWN))
+        own = opened.quantization == OWN
+        return packed, replace(loaded, report=described(loaded.report, packed.packed, own=own, wide=opened.wide))
     reason = gpu.reason_against(loaded.model)
     if reason is not None:
         log.info("%s runs on its own modules: %s", loaded.report.architecture, reason)
@@ -258,7 +261,7 @@ class _Wish(NamedTuple):
     """A model, and how it is to be loaded."""
 
     source: str | Path | PreTrainedModel
-    kind: str | None  # of its weights: "int8", "int4", OWN, "bfloat16", "float16", or None: on its own modules
+    kind: str | None  # of its weights: "int8", "int4", OWN, the name of a float, or None: on its own modules
     dtype: str | torch.dtype
     revision: str | None
     placement: dict[str, Any]
@@ -277,24 +280,28 @@ class _Wish(NamedTuple):
         return is_gguf(path) and path.is_file() and read_header(path).kind not in FLOATS
 
     def unrounded(self) -> str | None:
-        """The kind of a model of floats whose numbers the CPU's kernels keep: OWN, or the name of the ``dtype`` that is
-        asked for. None: it runs on its own modules, as float32 does that is asked for by name."""
+        """The kind of a model whose numbers the CPU's kernels keep: OWN, or the name of a float that they are spelt out
+        as. None: it runs on its own modules. Floats of 16 bits are the same in float32: they stay as they are."""
         dtype = str(self.dtype).removeprefix("torch.")
-        if dtype not in ("auto", "bfloat16", "float16") or not isinstance(self.source, (str, Path)):
+        if dtype not in ("auto", *EXACT) or not isinstance(self.source, (str, Path)) or not _on_cpu(self.placement):
             return None
-        if not _on_cpu(self.placement):
-            return None
+        wide = self.wide or dtype == "auto"
         path = Path(self.source).expanduser()
         if is_gguf(path):
             if not path.is_file():
                 return None
             header = read_header(path)
-            if dtype == "auto":
-                return OWN if header.kind in FLOATS[:3] else None
-            return dtype if all(map(known, header.kinds)) else None
+            floats = FLOATS[:3]
+            if (dtype == "auto" and header.kind in floats) or (wide and set(header.kinds) <= {*floats}):
+                return OWN
+            return ("float32" if wide else dtype) if all(map(known, header.kinds)) else None
         if architecture(path, self.revision) not in CLASSES:
             return None
-        return OWN if dtype == "auto" else dtype
+        return OWN if wide else dtype
+
+    @property
+    def wide(self) -> bool:
+        return str(self.dtype).removeprefix("torch.") == "float32"
 
     def prepare_kernels(self, tell: Tell) -> None:
         """Compile the CPU's kernels, if they will be wanted, while somebody can be told."""
@@ -328,7 +335,8 @@ class _Wish(NamedTuple):
             outline = take_outline(place)
             if outline is None:
                 return None
-            return Opened(outline[0], OWN, pack_again(Path(self.source).expanduser(), outline[1], tell))
+            packed = pack_again(Path(self.source).expanduser(), outline[1], tell)
+            return Opened(outline[0], OWN, packed, wide=self.wide)
         found = take(place, self.source, Remote(self.revision, self.placement.get("token")))
         return Opened(found[0], self.kind, found[1]) if found is not None else None
 
@@ -353,7 +361,7 @@ class _Wish(NamedTuple):
         if place is not None and self.kind == OWN:
             keep_outline(place, found.loaded, found.packed.plan)
             place = None
-        return Opened(found.loaded, self.kind, found.packed, place)
+        return Opened(found.loaded, self.kind, found.packed, place, wide=self.wide)
 
     def _from_folder(self, path: Path | None, tokenizer: PreTrainedTokenizerBase | None, tell: Tell) -> Streamed | None:
         assert isinstance(self.source, (str, Path))

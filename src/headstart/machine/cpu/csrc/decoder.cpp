@@ -327,6 +327,7 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
     static thread_local Runs runs;
     runs.need(((Pool*)pool)->size(), 1);
     ProductCall call{m, rounded.need(tokens, m->inputs, is_exact(m->kind), by_256(m->kind)), x, y, tokens, {}, &runs, (Pool*)pool};
+    call.in = read_by(call.in, {m});
     call.pool->run(
         [](void* argument, int thread) {
             ProductCall& p = *(ProductCall*)argument;

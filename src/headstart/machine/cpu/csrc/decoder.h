@@ -122,10 +122,11 @@ HS_INLINE vf unit_scale(const float* x, float eps, int width) {
 
 // The inputs as these matrices read them.
 inline Inputs read_by(Inputs in, std::initializer_list<const Matrix*> readers) {
-    bool exact = in.by_256 = false;
+    bool exact = in.by_256 = false, rounded = false;
     for (const Matrix* m : readers)
-        if (m->data) exact |= is_exact(m->kind), in.by_256 |= by_256(m->kind);
+        if (m->data) exact |= is_exact(m->kind), rounded |= !is_exact(m->kind), in.by_256 |= by_256(m->kind);
     if (!exact && !in.by_256) in.exact = nullptr;
+    if (!rounded) in.numbers = nullptr;
     return in;
 }
 
@@ -158,7 +159,8 @@ constexpr int FEW = 16, NEIGHBOURS = 8;
 template <typename Make>
 Inputs prepare(Pool& pool, int n, int width, const Inputs& common, Rounded& own, Share& turn, Make make) {
     if (n <= FEW) {
-        const Inputs to = own.need(n, width, common.exact != nullptr, common.by_256);
+        Inputs to = own.need(n, width, common.exact != nullptr, common.by_256);
+        if (!common.numbers) to.numbers = nullptr;
         for (int t = 0; t < n; t++) make(to, t);
         return to;
     }

@@ -1,6 +1,7 @@
 // The products, compiled once.
 #include <atomic>
 
+#include "product_float.h"
 #include "product_tiles.h"
 
 #if defined(__linux__)
@@ -40,7 +41,7 @@ template <int KIND, int W, int TILES>
 static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out,
                                  bool tiles) {
 #if defined(HS_TILES)
-    if (tiles) return tiled_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
+    if (tiles) return tiled_product<KIND, TILES>(p, stride, blocks, in, tokens, out);
 #endif
     if constexpr (by_256(KIND))
         by_256_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
@@ -50,12 +51,12 @@ static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, co
 
 // -- by tiles, where there are some
 
-// The least number of tokens that go through tiles, set by hand: 0 for none; below 0 each kind has its own. For tests and
+// The least number of tokens of a kind that go through tiles, and one more; 0: where it pays. Set by hand for tests and
 // measurements, which want both ways in one process.
-static std::atomic<int> tiles_from{-1};
+static std::atomic<int> tiles_from[KINDS];
 
 static bool by_tiles(int kind, int tokens) {
-    const int chosen = tiles_from.load(std::memory_order_relaxed), least = chosen < 0 ? TILES_PAY_FROM : chosen;
+    const int chosen = tiles_from[kind].load(std::memory_order_relaxed), least = chosen ? chosen - 1 : tiles_pay_from(kind);
     return !is_exact(kind) && least && tokens >= least && tiles_permitted();
 }
 
@@ -73,45 +74,6 @@ static void run(const Matrix& m, int first, int count, const Inputs& in, int tok
             some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to, tiles), i += 2;
         else
             some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to, tiles), i += 1;
-    }
-}
-
-// Float weights: as many tiles at once as the registers hold sums for, since a sum waits for its last addition.
-template <int KIND, int W>
-static void run_some(const Matrix& m, int tile, const Inputs& in, int tokens, vf* out) {
-    for (int t = 0; t < tokens;) {
-        const int some = tokens - t < 8 ? tokens - t : 8;
-        const uint8_t* p = m.tile(tile);
-        const size_t stride = m.tile_bytes();
-        const Inputs from = in.from(t);
-        switch (some) {
-            case 1: float_product<KIND, W, 1>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 2: float_product<KIND, W, 2>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 3: float_product<KIND, W, 3>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 4: float_product<KIND, W, 4>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 5: float_product<KIND, W, 5>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 6: float_product<KIND, W, 6>(p, stride, m.inputs, from, out + t, tokens); break;
-            case 7: float_product<KIND, W, 7>(p, stride, m.inputs, from, out + t, tokens); break;
-            default: float_product<KIND, W, 8>(p, stride, m.inputs, from, out + t, tokens);
-        }
-        t += some;
-    }
-}
-
-template <int KIND>
-static void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
-    for (int i = 0; i < count;) {
-        vf* to = out + (size_t)i * tokens;
-        if (tokens == 1 && count - i >= 4) {
-            float_product<KIND, 4, 1>(m.tile(first + i), m.tile_bytes(), m.inputs, in, to, tokens);
-            i += 4;
-        } else if (count - i >= 2) {
-            run_some<KIND, 2>(m, first + i, in, tokens, to);
-            i += 2;
-        } else {
-            run_some<KIND, 1>(m, first + i, in, tokens, to);
-            i += 1;
-        }
     }
 }
 
@@ -160,9 +122,11 @@ HS_API const char* hs_instructions() {
 #endif
 }
 
-// Products of ``least`` tokens and more go through tiles; 0: none do; -1: from where on they are faster. Are there any?
-HS_API int hs_tiles(int least) {
-    tiles_from.store(least, std::memory_order_relaxed);
+// Products of ``least`` tokens and more of a kind (below 0: of any) go through tiles; 0: none do; -1: those that are faster
+// so. Are there tiles at all?
+HS_API int hs_tiles(int kind, int least) {
+    for (int i = 0; i < KINDS; i++)
+        if (kind < 0 || kind == i) tiles_from[i].store(least + 1, std::memory_order_relaxed);
     return tiles_permitted();
 }
 

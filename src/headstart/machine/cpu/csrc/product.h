@@ -14,7 +14,7 @@ namespace hs {
 // product with several tokens reads from end to end. Matrices that are not rounded read ``exact`` instead; where there are
 // none it is not kept, because a prompt's would not fit the caches.
 struct Inputs {
-    int8_t* numbers;   // [width / 32, rows, 32]
+    int8_t* numbers;   // [width / 32, rows, 32]; null where all that read them are not rounded
     float* scales;     // [width / 32, rows]
     float* totals;     // the same: scale * sum of the group's numbers, for minima
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
@@ -38,7 +38,7 @@ struct Inputs {
 
   private:
     Inputs moved(size_t groups, size_t n, int wide) const {
-        return {numbers + groups * GROUP, scales + groups, totals + groups, offsets + groups,
+        return {numbers ? numbers + groups * GROUP : nullptr, scales + groups, totals + groups, offsets + groups,
                 halves + 2 * groups,      factors,         bases,           pairs,
                 exact ? exact + n : nullptr, wide, rows, by_256};
     }
@@ -111,7 +111,7 @@ HS_INLINE void round_group(const Inputs& to, int token, int group, vf a, vf b) {
         store(exact, a);
         store(exact + LANES, b);
     }
-    if (to.by_256) return;
+    if (to.by_256 || !to.numbers) return;
     const float most = greatest(larger(magnitude(a), magnitude(b)));
     const vf inverse = splat(inverse_of(most));
     const size_t at = (size_t)group * to.rows + token;
@@ -242,30 +242,6 @@ HS_INLINE void product(const uint8_t* data, size_t stride, int groups, const Inp
     if constexpr (Block<W>::AT_ONCE >= 4)
         if (tokens == 1) return any_product<KIND, W, TILES, PackedBlock<W>>(data, stride, groups, in, 1, out);
     any_product<KIND, W, TILES, Block<W>>(data, stride, groups, in, tokens, out);
-}
-
-// 16 outputs' weights for input k of a tile that is not rounded.
-template <int KIND> HS_INLINE vf exact_weights(const uint8_t* tile, int k) {
-    if (KIND == FLOAT) return load((const float*)tile + (size_t)k * LANES);
-    const uint16_t* p = (const uint16_t*)tile + (size_t)k * LANES;
-    return KIND == HALF ? load_half(p) : load_bfloat(p);
-}
-
-// The same for float weights: T tokens at once, an output's products added up one input after the other.
-template <int KIND, int W, int T>
-HS_INLINE void float_product(const uint8_t* data, size_t stride, int inputs, const Inputs& in, vf* out, int apart) {
-    vf sums[W * T];
-    for (int i = 0; i < W * T; i++) sums[i] = splat(0.0f);
-    for (int k = 0; k < inputs; k++)
-        for (int w = 0; w < W; w++) {
-            constexpr int line = KIND == FLOAT ? 1 : 2;  // inputs of a cache line
-            if (k % line == 0) __builtin_prefetch(data + stride * w + 64 * (size_t)(k / line) + AHEAD);
-            const vf weight = exact_weights<KIND>(data + stride * w, k);
-            for (int t = 0; t < T; t++)
-                sums[w * T + t] = fma(weight, splat(in.exact[(size_t)t * in.width + k]), sums[w * T + t]);
-        }
-    for (int w = 0; w < W; w++)
-        for (int t = 0; t < T; t++) out[w * apart + t] = sums[w * T + t];
 }
 
 // ``count`` tiles from ``first`` on (1 .. 4) times ``tokens`` tokens (1 .. 60): out[i * tokens + t]. Biases are added.

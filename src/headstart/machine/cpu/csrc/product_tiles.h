@@ -2,18 +2,22 @@
 //
 // Knows: how a product is cut into steps, and what waits for what. Does not know: layers, threads.
 //
-// A step is a group of 32 inputs (16 where a group's halves have scales of their own, or sums that 16 bits hold) of W tiles of
-// outputs; a unit is a step times up to 16 tokens. Sums of a unit are whole numbers, and what follows them (scales, minima,
-// sums of groups and blocks) is said with the same operations in the same order as in product.h and product_256.h: the same
-// bits. Instructions for tiles take long, and what they store is slowly there, so units overlap: one is multiplied while the
-// sums of the last are stored and those of the one before are scaled. Weights are unpacked a step ahead.
+// A step is a group of 32 inputs (or half of one, where halves have scales of their own, or sums of which 16 bits hold only
+// a half's) of one tile of outputs; a unit is a step times up to 16 tokens. Sums of a unit are whole numbers, and what
+// follows them (scales, minima, sums of groups and blocks) is said with the same operations in the same order as in
+// product.h and product_256.h: the same bits. Tiles take long, so that four units overlap: the operands of one are loaded,
+// the next is multiplied, the sums of the third are stored, those of the last are scaled. Weights are unpacked two steps
+// ahead. Up to 16 tokens: their numbers stay while all tiles are multiplied with them. More: weights stay for all tokens.
 #pragma once
 #include "product_256.h"
 #include "tiles.h"
 
-#if defined(HS_TILES)
-
 namespace hs {
+
+// From how many tokens on they are faster than dot products; 0: nowhere.
+constexpr int tiles_pay_from(int kind) { return kind == INT4 ? 0 : 0; }
+
+#if defined(HS_TILES)
 
 // A group's weights as the dot products want them.
 template <int KIND> HS_INLINE void spell_out(const uint8_t* p, uint8_t* to) {
@@ -26,149 +30,184 @@ template <int KIND> HS_INLINE void spell_out(const uint8_t* p, uint8_t* to) {
 #endif
 }
 
-template <int KIND, int W, int TILES> class TiledProduct {
-    static constexpr int PARTS = KIND == Q5_K || KIND == Q6_K ? 2 : 1, ROWS = 8 / PARTS;  // steps of a group; their quads
-    static constexpr int STEPS = block_groups(KIND) * PARTS;                              // of a block
-    static constexpr size_t BLOCK = block_bytes(KIND);
+template <int KIND, int TILES, bool ONE> class TiledProduct {  // ONE: no more tokens than a unit has
+    static constexpr int PARTS = KIND == Q5_K || KIND == Q6_K ? 2 : 1;  // steps of a group
+    static constexpr int PIECES = 3;
+    static constexpr size_t BLOCK = block_bytes(KIND), PART = BLOCK / block_groups(KIND);
 
   public:
     TiledProduct(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out)
-        : data(data), stride(stride), in(in), tokens(tokens), out(out), all(blocks * (TILES / W) * STEPS),
+        : data(data), stride(stride), in(in), tokens(tokens), out(out), blocks(blocks),
           chunks((tokens + TILE_ROWS - 1) / TILE_ROWS), rows((tokens + chunks - 1) / chunks) {}
 
     void run() {
-        need_tiles(rows, GROUP / PARTS);
+        need_tiles(rows, GROUP / PARTS, ONE);
         for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
-        int unit = 0;
-        unpack(at(0), 0);
+        Step step, next, later;
+        for (int i = 0; i < 2 * PARTS; i++) unpack(later), later = after(later);
+        load_weights(next, 0);
+        load_numbers(next, 0, 0);
+        next = after(next);
+        int unit = 0, third = 0;  // third: unit % 3
 #pragma GCC unroll 1
-        for (int s = 0; s < all; s++) {
-            const Step step = at(s);
-            if (s + 1 < all) unpack(at(s + 1), (s + 1) % 2);
-            load_weights(step, s % 2);
+        for (; step.block < blocks; step = next, next = after(next), later = after(later)) {
+            if (later.block < blocks) unpack(later);
 #pragma GCC unroll 1
             for (int chunk = 0; chunk < chunks; chunk++, unit++) {
-                multiply(step, chunk * rows, unit % 2);
+                const int following = third == 2 ? 0 : third + 1, last = third == 0 ? 2 : third - 1;
+                if (unit >= 2) finish(flying[(unit - 2) % 4], following, 0);
+                if (chunk + 1 < chunks) {
+                    load_numbers(step, chunk + 1, following);
+                } else if (next.block < blocks) {
+                    load_weights(next, following);
+                    load_numbers(next, 0, following);
+                }
+                if (unit >= 2) finish(flying[(unit - 2) % 4], following, 1);
+                multiply(2 * third + (ONE ? numbers_place(step) : step.number % 2));
                 flying[unit % 4] = {step, chunk * rows};
-                if (unit >= 1) keep((unit + 1) % 2);
-                if (unit >= 2) finish(flying[(unit - 2) % 4], unit % 2);
+                if (unit >= 1) keep(last);
+                if (unit >= 2) finish(flying[(unit - 2) % 4], following, 2);
+                third = following;
             }
         }
-        keep((unit + 1) % 2);
-        if (unit >= 2) finish(flying[(unit - 2) % 4], unit % 2);
-        finish(flying[(unit - 1) % 4], (unit + 1) % 2);
+        keep((unit - 1) % 3);
+        for (int i = unit < 2 ? 1 : 2; i > 0; i--)
+            for (int piece = 0; piece < PIECES; piece++) finish(flying[(unit - i) % 4], (unit - i) % 3, piece);
     }
 
   private:
     struct Step {
-        int block, first, group, part;  // of the first .. first + W - 1st tile; the group's number in its block
+        int block = 0, group = 0, tile = 0, part = 0;  // the group's number in its block
+        int number = 0;
     };
     struct Unit {
         Step step;
         int token;
     };
 
-    Step at(int s) const {
-        const int inner = s % STEPS, outer = s / STEPS;
-        return {outer / (TILES / W), outer % (TILES / W) * W, inner / PARTS, inner % PARTS};
+    static HS_INLINE Step after(Step s) {
+        s.number++;
+        if (PARTS > 1 && ++s.part < PARTS) return s;
+        s.part = 0;
+        if (++s.tile < TILES) return s;
+        s.tile = 0;
+        if (++s.group < block_groups(KIND)) return s;
+        s.group = 0;
+        s.block++;
+        return s;
     }
-    const uint8_t* block_of(const Step& s, int i) const { return data + stride * (s.first + i) + BLOCK * s.block; }
+    HS_INLINE size_t group_of(const Step& s) const { return (size_t)block_groups(KIND) * s.block + s.group; }
+    HS_INLINE const uint8_t* block_of(const Step& s) const { return data + stride * s.tile + BLOCK * s.block; }
+    HS_INLINE int buffer_of(const Step& s) const { return s.number / PARTS % 4; }
 
-    // The weights of a step, and a request for later ones.
-    HS_INLINE void unpack(const Step& s, int buffer) {
+    // The weights of a group, and a request for later ones.
+    HS_INLINE void unpack(const Step& s) {
         if (s.part) return;
-        const size_t next = BLOCK * s.block + BLOCK * s.first / TILES * (STEPS > 1) + AHEAD;
-        const uint8_t* ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
-        if constexpr (by_256(KIND))
-            ask_ahead<KIND, W, TILES>(ahead, stride, s.group);
+        const size_t from = BLOCK * s.block + PART * s.group + AHEAD;
+        const uint8_t* ahead = data + from + stride * s.tile + (from < stride ? 0 : stride * (TILES - 1));
+        for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + line);
+        if (KIND != INT8) spell_out<KIND>(block_of(s) + group_bytes(KIND) * s.group, weights[buffer_of(s)]);
+    }
+
+    // Registers: the two that stay, by ``place``, or the three that go round.
+    static HS_INLINE void load_stay(int place, const void* p, size_t apart) {
+        if (place)
+            tile_load<1>(p, apart);
         else
-            for (int i = 0; i < W; i++)
-                for (size_t line = 0; line < BLOCK; line += 64) __builtin_prefetch(ahead + stride * (s.first + i) + line);
-        if (KIND == INT8) return;
-        for (int i = 0; i < W; i++)
-            spell_out<KIND>(block_of(s, i) + group_bytes(KIND) * s.group, weights[PARTS == 1 ? buffer : s.group % 2][i]);
+            tile_load<0>(p, apart);
     }
-
-    HS_INLINE void load_weights(const Step& s, int buffer) const {
-        const auto from = [&](int i) -> const uint8_t* {
-            if (KIND == INT8) return block_of(s, i);
-            return weights[PARTS == 1 ? buffer : s.group % 2][i] + 64 * ROWS * s.part;
-        };
-        tile_load<WEIGHTS>(from(0), 64);
-        if (W > 1) tile_load<WEIGHTS + 1>(from(W - 1), 64);
-    }
-
-    template <int SET> HS_INLINE void multiply_set(const int8_t* numbers) const {
-        tile_load<NUMBERS + SET>(numbers, GROUP);
-        tile_multiply<SET, 0>();
-        if (W > 1) tile_multiply<SET, 1>();
-    }
-    HS_INLINE void multiply(const Step& s, int token, int set) const {
-        const size_t group = (size_t)block_groups(KIND) * s.block + s.group;
-        const int8_t* numbers = in.numbers + (group * in.rows + token) * GROUP + GROUP / PARTS * s.part;
-        if (set)
-            multiply_set<1>(numbers);
+    static HS_INLINE void load_round(int third, const void* p, size_t apart) {
+        if (third == 0)
+            tile_load<ROUND>(p, apart);
+        else if (third == 1)
+            tile_load<ROUND + 1>(p, apart);
         else
-            multiply_set<0>(numbers);
+            tile_load<ROUND + 2>(p, apart);
     }
+    HS_INLINE int numbers_place(const Step& s) const { return PARTS > 1 ? s.part : s.group + s.block * block_groups(KIND) & 1; }
 
-    template <int SET> HS_INLINE void keep_set() {
-        tile_store<SUMS + 2 * SET>(sums[SET][0]);
-        if (W > 1) tile_store<SUMS + 2 * SET + 1>(sums[SET][W - 1]);
-    }
-    HS_INLINE void keep(int set) {
-        if (set)
-            keep_set<1>();
+    HS_INLINE void load_weights(const Step& s, int third) const {
+        const uint8_t* p = KIND == INT8 ? block_of(s) : weights[buffer_of(s)] + 512 / PARTS * s.part;
+        if (ONE)
+            load_round(third, p, 64);
         else
-            keep_set<0>();
+            load_stay(s.number % 2, p, 64);
+    }
+    HS_INLINE void load_numbers(const Step& s, int chunk, int third) const {
+        if (ONE && s.tile) return;  // those of the first tile
+        const int8_t* p = in.numbers + (group_of(s) * in.rows + chunk * rows) * GROUP + GROUP / PARTS * s.part;
+        if (ONE)
+            load_stay(numbers_place(s), p, GROUP);
+        else
+            load_round(third, p, GROUP);
+    }
+    template <int THIRD, int PLACE> static HS_INLINE void multiply_by() {
+        tile_multiply<SUMS + THIRD, ONE ? PLACE : ROUND + THIRD, ONE ? ROUND + THIRD : PLACE>();
+    }
+    static HS_INLINE void multiply(int which) {
+        switch (which) {
+            case 0: return multiply_by<0, 0>();
+            case 1: return multiply_by<0, 1>();
+            case 2: return multiply_by<1, 0>();
+            case 3: return multiply_by<1, 1>();
+            case 4: return multiply_by<2, 0>();
+            default: return multiply_by<2, 1>();
+        }
+    }
+    HS_INLINE void keep(int third) {
+        if (third == 0)
+            tile_store<SUMS>(sums[0]);
+        else if (third == 1)
+            tile_store<SUMS + 1>(sums[1]);
+        else
+            tile_store<SUMS + 2>(sums[2]);
     }
 
-    // What follows a unit's sums.
-    __attribute__((noinline)) void finish(const Unit& unit, int set) {
+    // What follows the sums of a part of a unit's tokens. In pieces between the others' instructions, because a core does
+    // not look far enough ahead to find them by itself.
+    __attribute__((noinline)) void finish(const Unit& unit, int third, int piece) {
         const int count = tokens - unit.token < rows ? tokens - unit.token : rows;
-        vf* to = out + unit.step.first * tokens + unit.token;
+        const int from = count * piece / PIECES, some = count * (piece + 1) / PIECES - from, token = unit.token + from;
+        vf* to = out + unit.step.tile * tokens + token;
         if constexpr (by_256(KIND))
-            add_scaled(unit.step, unit.token, count, sums[set], to);
+            add_scaled(unit.step, token, some, sums[third] + from, to);
         else
-            add_floats(unit.step, unit.token, count, sums[set], to);
+            add_floats(unit.step, token, some, sums[third] + from, to);
     }
 
-    HS_INLINE void add_floats(const Step& s, int token, int count, const vi (*found)[TILE_ROWS], vf* to) const {
-        Scales<KIND> own[W];
-        for (int i = 0; i < W; i++) own[i].from(block_of(s, i) + scales_at(KIND));
+    HS_INLINE void add_floats(const Step& s, int token, int count, const vi* found, vf* to) const {
+        Scales<KIND> own;
+        own.from(block_of(s) + scales_at(KIND));
         const size_t at = (size_t)s.block * in.rows + token;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int t = 0; t < count; t++) {
-            const vf scale = splat(in.scales[at + t]), total = splat(in.totals[at + t]);
-            for (int i = 0; i < W; i++) {
-                const vi whole = KIND == INT8 ? found[i][t] + splat_int(in.offsets[at + t]) : found[i][t];
-                vf sum = fma(to_floats(whole), own[i].scale * scale, to[i * tokens + t]);
-                if (KIND == INT4) sum = fma(own[i].least, total, sum);
-                to[i * tokens + t] = sum;
-            }
+            const vi whole = KIND == INT8 ? found[t] + splat_int(in.offsets[at + t]) : found[t];
+            vf sum = fma(to_floats(whole), own.scale * splat(in.scales[at + t]), to[t]);
+            if (KIND == INT4) sum = fma(own.least, splat(in.totals[at + t]), sum);
+            to[t] = sum;
         }
     }
 
-    HS_INLINE void add_scaled(const Step& s, int token, int count, const vi (*found)[TILE_ROWS], vf* to) {
-        using Scaled = ScaledBlock<KIND, W>;
-        const size_t at = ((size_t)8 * s.block + s.group) * in.rows + token;
-        const bool begins = s.group == 0 && s.part == 0;
-        typename Scaled::Scale own[W];
-        for (int i = 0; i < W; i++) own[i] = Scaled::scale_of(block_of(s, i), s.group, s.part);
-#pragma GCC unroll 2
-        for (int t = 0; t < count; t++) {
-            const auto factor = Scaled::factor_of((const four_numbers*)in.factors + at + t);
-            for (int i = 0; i < W; i++) {
-                const vi of = KIND == Q6_K ? found[i][t] + splat_int(in.halves[2 * (at + t) + s.part]) : found[i][t];
-                vi& sum = whole[i][token + t];
-                sum = Scaled::scaled(begins ? splat_int(0) : sum, of, own[i], factor);
-            }
+    HS_INLINE void add_scaled(const Step& s, int token, int count, const vi* found, vf* to) {
+        using Scaled = ScaledBlock<KIND, 1>;
+        const size_t at = group_of(s) * in.rows + token;
+        const auto own = Scaled::scale_of(block_of(s), s.group, s.part);
+        const four_numbers* factors = (const four_numbers*)in.factors + at;
+        const int32_t* halves = in.halves + 2 * at + s.part;
+        vi* sum = whole[s.tile] + token;
+        const auto of = [&](int t) { return KIND == Q6_K ? found[t] + splat_int(halves[2 * t]) : found[t]; };
+        if (s.group == 0 && s.part == 0) {
+#pragma GCC unroll 4
+            for (int t = 0; t < count; t++) sum[t] = Scaled::scaled(splat_int(0), of(t), own, Scaled::factor_of(factors + t));
+            return;
         }
+#pragma GCC unroll 4
+        for (int t = 0; t < count; t++) sum[t] = Scaled::scaled(sum[t], of(t), own, Scaled::factor_of(factors + t));
         if (s.group < 7 || s.part < PARTS - 1) return;
-        BlockEnd<KIND, W> end;
-        for (int i = 0; i < W; i++) end.from(i, block_of(s, i));
+        BlockEnd<KIND, 1> end;
+        end.from(0, block_of(s));
 #pragma GCC unroll 1
-        for (int t = 0; t < count; t++) end.add(in, s.block, token + t, &whole[0][token + t], MOST_TOKENS, to + t, tokens);
+        for (int t = 0; t < count; t++) end.add(in, s.block, token + t, sum + t, 0, to + t, 0);
     }
 
     const uint8_t* data;
@@ -176,19 +215,22 @@ template <int KIND, int W, int TILES> class TiledProduct {
     const Inputs& in;
     int tokens;
     vf* out;
-    int all, chunks, rows;  // steps; of tokens, so many in each
+    int blocks, chunks, rows;  // chunks of so many tokens each
     Unit flying[4];
-    vi sums[2][W][TILE_ROWS];
-    vi whole[W][MOST_TOKENS];  // by 256: a block's
-    alignas(64) uint8_t weights[2][W][512];
+    vi sums[3][TILE_ROWS];
+    vi whole[TILES][MOST_TOKENS];  // by 256: a block's
+    alignas(64) uint8_t weights[4][512];
 };
 
-template <int KIND, int W, int TILES>
+template <int KIND, int TILES>
 __attribute__((noinline)) void tiled_product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens,
                                              vf* out) {
-    TiledProduct<KIND, W, TILES>(data, stride, blocks, in, tokens, out).run();
+    if (tokens <= TILE_ROWS)
+        TiledProduct<KIND, TILES, true>(data, stride, blocks, in, tokens, out).run();
+    else
+        TiledProduct<KIND, TILES, false>(data, stride, blocks, in, tokens, out).run();
 }
 
-}  // namespace hs
-
 #endif
+
+}  // namespace hs

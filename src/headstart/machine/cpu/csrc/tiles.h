@@ -2,10 +2,11 @@
 //
 // Knows: the instructions, a thread's configuration, the system's permission. Does not know: weights, tokens, scales.
 //
-// Eight registers: two sets of two tiles of sums and one of numbers, so that a set is multiplied while the other is stored,
-// and two of weights that both sets are multiplied with:
+//   sums [rows, 16] = numbers [rows, inputs] * weights [inputs, 16]
 //
-//   sums<SET, I> [rows, 16] += numbers<SET> [rows, inputs] * weights<I> [inputs, 16]
+// Registers are not renamed: an instruction that writes one waits until all are done that use what it holds, and each takes
+// 14 to 20 cycles by itself, a product 16 however few its rows and inputs are (measured on an Emerald Rapids). So they go
+// round: three for sums, three for what changes with every product, and two for what stays for several.
 //
 // Numbers have signs, weights have none and lie as the packed matrices have them: four inputs of all 16 outputs side by side.
 // Sums are whole numbers, so they are the same bits as by any other instructions. HS_EMULATED_TILES: the same in plain C++,
@@ -24,7 +25,6 @@
 
 namespace hs {
 
-constexpr int TILES_PAY_FROM = 0;  // tokens; 0: nowhere, as far as is known
 
 #if !defined(HS_TILES)
 
@@ -34,7 +34,7 @@ inline bool tiles_permitted() { return false; }
 #else
 
 constexpr int TILE_ROWS = 16;
-constexpr int SUMS = 0, NUMBERS = 4, WEIGHTS = 6;  // numbers of registers
+constexpr int ROUND = 2, SUMS = 5;  // of the eight registers, those that change with every product, and sums; 0 and 1 stay
 
 struct alignas(64) TileShapes {  // as the processor wants them
     uint8_t palette, start_row, reserved[14];
@@ -42,12 +42,14 @@ struct alignas(64) TileShapes {  // as the processor wants them
     uint8_t rows[16];
 };
 
-inline TileShapes shapes_of(int rows, int inputs) {
+// ``stay``: numbers stay for several products, and weights change; or else the other way round.
+inline TileShapes shapes_of(int rows, int inputs, bool stay) {
     TileShapes shapes = {};
     shapes.palette = 1;
     for (int i = 0; i < 8; i++) {
-        shapes.bytes[i] = (uint16_t)(i == NUMBERS || i == NUMBERS + 1 ? inputs : 64);
-        shapes.rows[i] = (uint8_t)(i < WEIGHTS ? rows : inputs / 4);
+        const bool numbers = i < SUMS && (i < ROUND) == stay;
+        shapes.bytes[i] = (uint16_t)(numbers ? inputs : 64);
+        shapes.rows[i] = (uint8_t)(numbers || i >= SUMS ? rows : inputs / 4);
     }
     return shapes;
 }
@@ -70,10 +72,8 @@ template <int T> HS_INLINE void tile_load(const void* p, size_t apart) {
 template <int T> HS_INLINE void tile_store(void* p) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"((size_t)64), "i"(T) : "memory");
 }
-template <int SET, int I> HS_INLINE void tile_multiply() {
-    constexpr int TO = SUMS + 2 * SET + I;
-    __asm__ volatile("tilezero %%tmm%c0\n\ttdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(NUMBERS + SET),
-                     "i"(WEIGHTS + I));
+template <int TO, int A, int W> HS_INLINE void tile_multiply() {
+    __asm__ volatile("tilezero %%tmm%c0\n\ttdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(A), "i"(W));
 }
 
 #else
@@ -101,15 +101,13 @@ template <int T> void tile_store(void* p) {
     EmulatedTiles& on = emulated();
     for (int r = 0; r < on.shapes.rows[T]; r++) memcpy((uint8_t*)p + 64 * r, on.data[T][r], on.shapes.bytes[T]);
 }
-template <int SET, int I> void tile_multiply() {
+template <int TO, int A, int W> void tile_multiply() {
     EmulatedTiles& on = emulated();
-    const auto& a = on.data[NUMBERS + SET];
-    const auto& w = on.data[WEIGHTS + I];
-    for (int r = 0; r < on.shapes.rows[NUMBERS + SET]; r++)
+    for (int r = 0; r < on.shapes.rows[A]; r++)
         for (int o = 0; o < LANES; o++) {
             int32_t s = 0;
-            for (int k = 0; k < on.shapes.bytes[NUMBERS + SET]; k++) s += (int8_t)a[r][k] * w[k / 4][4 * o + k % 4];
-            memcpy(on.data[SUMS + 2 * SET + I][r] + 4 * o, &s, 4);
+            for (int k = 0; k < on.shapes.bytes[A]; k++) s += (int8_t)on.data[A][r][k] * on.data[W][k / 4][4 * o + k % 4];
+            memcpy(on.data[TO][r] + 4 * o, &s, 4);
         }
 }
 
@@ -118,16 +116,17 @@ template <int SET, int I> void tile_multiply() {
 // What a thread's registers are configured for; kept from product to product.
 struct TilesInUse {
     int rows = 0, inputs = 0;
+    bool stay = false;
 };
 inline TilesInUse& tiles_in_use() {
     static thread_local TilesInUse in_use;
     return in_use;
 }
-inline void need_tiles(int rows, int inputs) {
+inline void need_tiles(int rows, int inputs, bool stay) {
     TilesInUse& now = tiles_in_use();
-    if (now.rows == rows && now.inputs == inputs) return;
-    configure_tiles(shapes_of(rows, inputs));
-    now = {rows, inputs};
+    if (now.rows == rows && now.inputs == inputs && now.stay == stay) return;
+    configure_tiles(shapes_of(rows, inputs, stay));
+    now = {rows, inputs, stay};
 }
 
 // At the end of a thread's work: what lies in the registers would be saved whenever the thread sleeps.
