@@ -108,9 +108,9 @@ def first_tokens(
             after[prefix], named[prefix] = law, tuple(int(token) for token in best if law.p[token] > 0)
             longer += [(*prefix, token) for token in named[prefix]]
         prefixes = longer
-    law = _cells({prefix: each.p for prefix, each in after.items()}, named, len(branches))
-    excused = _excused(truth, prompt, params, law, named) if truth.narrow is not None else 0.0
-    return FirstTokens(tuple(prompt), params, law, after, named, len(branches), excused)
+    cells = _cells({prefix: each.p for prefix, each in after.items()}, named, len(branches))
+    excused = _excused(truth, prompt, params, cells, named) if truth.narrow is not None else 0.0
+    return FirstTokens(tuple(prompt), params, cells, after, named, len(branches), excused)
 
 
 def _excused(
