@@ -27,10 +27,10 @@ from headstart.lab.system import SystemOptions
 from headstart.lab.texts import choose, shipped
 
 
-def measured(settings: BenchSettings, draft: str, per_task: int) -> tuple[list[Block], list[Any]]:
+def measured(settings: BenchSettings, options: SystemOptions, per_task: int) -> tuple[list[Block], list[Any]]:
     """The blocks of one bench, from opening to closing; and of each block its prompt and all rounds of both ways."""
     texts = choose(shipped(), per_task)
-    with Bencher(SystemOptions(draft=draft, max_model_len=1024), texts, settings) as bencher:
+    with Bencher(options, texts, settings) as bencher:
         bencher.run(settings.seconds)
         name = list(bencher.systems)[1]
         both = zip(bencher.measured(PLAIN), bencher.measured(name), strict=True)
@@ -92,6 +92,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=16, help="of each bench, loading not counted")
     parser.add_argument("--window", type=float, default=1180, help="seconds in all")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--gamma", type=int, help="a fixed draft length; without it: auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", help="without it: a GPU if there is one")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--per-task", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "lab-intervals.json")
@@ -102,9 +105,12 @@ def main() -> None:
         stored = json.loads(given.again.read_text(encoding="utf-8"))["blocks"]
         log(told(judged([[Block(*block) for block in blocks] for blocks in stored])))
         return
-    about = {name: getattr(given, name) for name in ("benches", "seconds", "draft", "tokens", "per_task")}
+    about = {name: getattr(given, name) for name in ("benches", "seconds", "draft", "gamma", "tokens", "per_task")}
     report = Report(given.out, about, given.window)
     settings = BenchSettings(tokens=given.tokens, seconds=given.seconds)
+    options = SystemOptions(draft=given.draft, max_model_len=1024, threads=given.threads, device=given.device)
+    if given.gamma is not None:
+        options = options.changed(gamma=given.gamma)
     benches: list[list[Block]] = []
     kept: list[list[Any]] = []
     for number in range(given.benches):
@@ -112,7 +118,7 @@ def main() -> None:
             log(f"no time left after bench {number}")
             break
         started = time.perf_counter()
-        blocks, rounds = measured(settings, given.draft, given.per_task)
+        blocks, rounds = measured(settings, options, given.per_task)
         benches.append(blocks)
         kept.append(rounds)
         if given.rounds is not None:

@@ -15,6 +15,7 @@ from controller_world import Machine, Played, View, World, cpu, gpu, plain_speed
 
 from headstart import LLM
 from headstart.control.adaptive import AdaptiveController
+from headstart.control.why import Figures
 from headstart.maths.cost import tau
 from headstart.testing import tiny_model
 from headstart.types import SamplingParams
@@ -166,6 +167,7 @@ def test_it_says_why_in_figures() -> None:
     assert "does not pay" in said
     assert "a plain round takes 3" in said  # 39 ms, about
     assert re.search(r"of first guesses hold, and [45]\d% must", said)  # about 50% break even
+    assert "48% of first guesses hold, and all of them would not do" in str(Figures(0.48, 1.0, 2.4, 0.0, owing=False))
     large = AdaptiveController(10)
     large.meet(free=False, ends_itself=False, cost=0.93)
     assert large.budgets([View("a")], [10]) == [0]

@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from headstart.drafters.base import Drafter
 from headstart.errors import InvalidParameter
 from headstart.lab import advise, confirming, page_of
 from headstart.lab import candidates as room
@@ -21,7 +22,7 @@ from headstart.lab.predict import Prediction
 from headstart.lab.recommending import command_line, python_line, recommended, seen
 from headstart.lab.statistics import Interval, Ratio
 from headstart.lab.symptoms import Seen, long_prompts, memory_tight, symptoms
-from headstart.lab.system import SystemOptions
+from headstart.lab.system import System, SystemOptions
 from headstart.lab.texts import Text
 from headstart.testing import tiny_model, tiny_tokenizer
 
@@ -230,6 +231,54 @@ def test_advice_on_tiny_models() -> None:
     page = page_of(found)
     assert "<b>task</b>" not in page
     assert found.recommendation.sentence[:20] in page
+
+
+class Broken(Drafter):
+    """Fails while it is opened, or while it drafts."""
+
+    def __init__(self, name: str, *, opening: bool) -> None:
+        self.name, self._opening = name, opening
+
+    def propose(self, views: Any, budgets: Any) -> Any:
+        raise RuntimeError("no guess today")
+
+    @property
+    def token_bytes(self) -> int:
+        if self._opening:
+            raise MemoryError("too large")
+        return 0
+
+
+def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sibling = System.sibling
+
+    def opened(self: System, draft: Any, *rest: Any, **more: Any) -> System:
+        if isinstance(draft, Broken):
+            _ = draft.token_bytes
+        return sibling(self, draft, *rest, **more)
+
+    monkeypatch.setattr(System, "sibling", opened)
+    options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
+    texts = [Text("any", (f"the {i} quick brown foxes {i * 7}",)) for i in range(4)]
+    settings = AdviseSettings(gammas=(), tokens=8, ignore_eos=True, confirm=0, seconds=0.2)
+    given = [Broken("a", opening=True), Broken("b", opening=False)]
+    found = advise(options.changed(max_model_len=128), given, texts, settings)
+    copies, first, second = found.outlooks
+    assert copies.predictions
+    assert first.refused == "it failed: MemoryError: too large"
+    assert "no guess today" in str(second.refused)
+    assert not second.predictions
+
+
+def test_where_there_is_no_time_answers_are_shorter() -> None:
+    options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
+    texts = [Text("any", (f"the {i} quick brown foxes {i * 7}",)) for i in range(4)]
+    settings = AdviseSettings(gammas=(), tokens=36, ignore_eos=True, confirm=1, seconds=0.01)
+    found = advise(options.changed(max_model_len=128), [], texts, settings)
+    (copies,) = found.outlooks
+    assert copies.measured[1, 0.0].blocks == 3, "the least that says anything"
+    assert copies.ran[1, 0.0].tokens == 3 * 32
+    assert found.notes == ("answers that confirm were cut to 32 tokens, for want of time",)
 
 
 def test_ctrl_c_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 from headstart.drafters import draft_sampler
 from headstart.drafters.base import Drafter
 from headstart.errors import InvalidParameter
-from headstart.lab import System, SystemOptions, certify, page_of, save
+from headstart.lab import System, SystemOptions, Text, certify, page_of, save
 from headstart.lab.budget import Budget
 from headstart.lab.certifying.audit import Answer, _race_gap, audited, tampered
 from headstart.lab.certifying.certify import PROCESSED, SERVED, STRESSED, Certifier, Effort
@@ -280,6 +280,30 @@ def test_wrong_log_probabilities_and_a_wrong_token_are_seen(examiner: Examiner) 
     assert audited(replace(answer, logprobs=(*answer.logprobs[:3], lie, *answer.logprobs[4:])), examiner.truth).wrong
     assert audited(tampered([answer], examiner.truth), examiner.truth).wrong
     assert "It does not hold" in page_of(replace(_certificate(examiner), checks=()))
+
+
+def test_prompts_that_cannot_be_read_in_are_left_out(options: SystemOptions) -> None:
+    long = Text("a", ("x" * 100_000,))
+    with Certifier(options, [long, Text("b", ("Hello",)), long], effort=Effort(tokens=8)) as certifier:
+        assert len(certifier._asked_for) == 1
+    with pytest.raises(InvalidParameter, match=r"prompts are longer than max_model_len \(96\), all of them"):
+        Certifier(options, [long, long], effort=Effort(tokens=8))
+
+
+def test_a_slow_machine_asks_fewer_prompts_and_says_so(options: SystemOptions, examiner: Examiner) -> None:
+    """The first check takes a twentieth of the time: ten like it would take more than the tests leave."""
+    examiner.ids(Given("plain decoding", "", asked(temperature=0, speculate=False)), "together", drafts=False)
+    [check] = examiner.checks
+    with Certifier(options, effort=Effort(tokens=8)) as certifier:
+        prompts, certifier.budget = certifier._asked_for, Budget(20.0)
+        certifier.examiner.checks = [replace(check, seconds=0.7)]
+        assert certifier._affordable(prompts) == prompts
+        assert not certifier.skipped
+        certifier.examiner.checks = [replace(check, seconds=1.0)]
+        assert certifier._affordable(prompts) == prompts[:4]
+        certifier.examiner.checks = [replace(check, seconds=9.0)]
+        assert certifier._affordable(prompts) == prompts[:3], "never fewer"
+        assert certifier.result().skipped[0].startswith("2 of 6 prompts: checks of tokens would have taken too long")
 
 
 def _certificate(examiner: Examiner) -> Any:

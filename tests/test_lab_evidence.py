@@ -82,3 +82,21 @@ def test_tokens_along_texts() -> None:
     assert along_texts([int(source.choice(4, p=law)) for law in sharper], laws).p_value < 1e-6
     assert along_texts(right, laws, impossible=1).p_value == 0.0
     assert along_texts([0, 0, 0], [[1.0, 0.0]] * 3).degrees == 0, "nothing to see where nothing can vary"
+
+
+def test_what_rounding_does_is_excused_and_no_more() -> None:
+    """A law at a known distance counts as the same; one that is further away does not."""
+    near, far = away(0.06), away(0.2)
+    distance = sum((near[i] - p) ** 2 / p for i, p in LAW.items())
+    plan, accused, held = Plan(7), 0, 0
+    for seed in range(200):
+        rounded = pearson(drawn(near, 2000, seed), LAW, strict=False, excused=distance)
+        accused += rounded.p_value < 0.05
+        held += pearson(drawn(near, 2000, seed), LAW, strict=False).p_value < 0.05
+        assert plan.fails(pearson(drawn(far, 2000, seed), LAW, strict=False, excused=distance).p_value)
+    assert accused / 200 < 0.09
+    assert held / 200 > 0.9, "without the excuse"
+    assert plan.power(2000, 4, 0.1, excused=distance) < plan.power(2000, 4, 0.1)
+    assert plan.detectable(2000, 4, excused=distance) > plan.detectable(2000, 4) + 0.02
+    assert critical(5, 0.05, 12.0) > critical(5, 0.05)
+    assert noncentral_tail(critical(5, 0.05, 12.0), 5, 12.0) == pytest.approx(0.05, abs=1e-6)

@@ -75,8 +75,8 @@ def test_pictures_take_the_pages_colours_and_name_their_axes() -> None:
     sure = Bars("a", [1, 2], [0.5, 1.5], [1.5, 2.5])
     drawn = (
         lines(series, "x", "y", title="L"),
-        bars(["one", "a very long name of a task, indeed"], [sure], "y", title="B", level=1),
-        stacked(["p", "q"], {"draft": [1, 2], "rest": [2, 1]}, "ms", title="S"),
+        bars(["one", "a very long name of a task, indeed"], [sure], "x", of="task", title="B", level=1),
+        stacked(["p", "q"], {"draft": [1, 2], "rest": [2, 1]}, "ms", of="way", title="S"),
     )
     for name, svg in zip("LBS", drawn, strict=True):
         assert svg.startswith(f'<svg role="img" aria-label="{name}"')
@@ -84,7 +84,7 @@ def test_pictures_take_the_pages_colours_and_name_their_axes() -> None:
         assert "var(--s0)" in svg
         assert not re.search(r"(?:fill|stroke): #(?!none)", svg), "a colour that is not the page's"
         checked(html_page("x", figures([(svg, "c")])))
-    assert lines([], "x", "y", title="none") == bars([], [], "y", title="none") == ""
+    assert lines([], "x", "y", title="none") == bars([], [], "x", of="y", title="none") == ""
 
 
 def test_the_page_has_all_colours_for_light_dark_and_paper() -> None:
@@ -100,7 +100,8 @@ def test_without_matplotlib_there_are_no_pictures_and_a_word_about_it(monkeypatc
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     assert "headstart[plot]" in str(plots.missing())
     assert lines([Series("a", [1], [1])], "x", "y", title="t") == ""
-    assert bars(["a"], [Bars("a", [1])], "y", title="t") == stacked(["a"], {"b": [1]}, "x", title="t") == ""
+    assert bars(["a"], [Bars("a", [1])], "x", of="y", title="t") == ""
+    assert stacked(["a"], {"b": [1]}, "x", of="y", title="t") == ""
     assert figures([("", "c")]) == ""
 
 
@@ -163,3 +164,55 @@ def test_folders_that_cannot_be_written_to(tmp_path: Path, fake: Fake, monkeypat
     monkeypatch.setattr("tempfile.TemporaryDirectory", refused)  # root may write anywhere
     with pytest.raises(InvalidParameter, match="out cannot be written to: Permission denied"):
         store.check_out(tmp_path)
+
+
+LONG = [f"a very long name of something, number {i}" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: lines(
+            [Series(name, range(1, 17), [i * 1e5] * 16) for i, name in enumerate(LONG[:7])],
+            "position in the draft (token)", "v(n), in plain rounds", title="many lines", whole=True,
+        ),
+        lambda: lines([Series("a", [1, 2], [1e-7, 2e-7])], "x", "share accepted", title="small numbers"),
+        lambda: lines([Series("a", [1, 1_000_000], [1, 2])], "tokens", "speed-up (times)", title="far apart"),
+        lambda: bars(LONG, [Bars(n, [1e4] * 12, [9e3] * 12, [2e4] * 12) for n in LONG[:4]], "x", of="task", title="b"),
+        lambda: bars(["one"], [Bars("a", [1.0])], "speed-up over plain decoding (times)", of="task", title="one"),
+        lambda: stacked(LONG, {n: [1e4] * 12 for n in LONG[:3]}, "time of a round (ms)", of="draft", title="many"),
+        lambda: stacked(["one"], {"draft": [1.0], "rest": [0.1]}, "ms", of="tokens drafted (gamma)", title="one"),
+    ],
+)  # fmt: skip
+def test_no_words_of_a_picture_overlap_or_are_cut_off(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    finish = plots._svg
+
+    def kept(figure: Any, *rest: Any, **more: Any) -> str:
+        found.append(figure)
+        return finish(figure, *rest, **more)
+
+    monkeypatch.setattr(plots, "_svg", kept)
+    assert draw()
+    [figure] = found
+    figure.draw_without_rendering()
+    boxes = {text.get_text(): text.get_window_extent() for text in _words(figure)}
+    assert {figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()} < set(boxes)
+    for one, box in boxes.items():
+        assert box.x0 >= 0, one
+        assert box.y0 >= 0, one
+        assert box.x1 <= figure.bbox.x1 + 1, one
+        assert box.y1 <= figure.bbox.y1 + 1, one
+        for other, second in boxes.items():
+            assert one == other or not box.overlaps(second), f"{one!r} and {other!r}"
+
+
+def _words(figure: Any) -> list[Any]:
+    """All texts of a drawn figure that can be seen."""
+    axes = figure.axes[0]
+    found = [axes.xaxis.label, axes.yaxis.label, *(text for legend in figure.legends for text in legend.get_texts())]
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        found += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        found += [axis.get_offset_text()]
+    return [text for text in found if text.get_text().strip()]

@@ -137,7 +137,7 @@ def test_captured_rounds_that_wait_for_the_host_are_timed_apart(seed: int, monke
 
     def slow_host(*arguments: Any) -> None:
         if not captured.in_flight:  # the device has nothing to do meanwhile
-            sleep(0.02)
+            sleep(0.08)
         advanced(*arguments)
 
     monkeypatch.setattr(captured._state, "advanced", slow_host)
@@ -146,7 +146,7 @@ def test_captured_rounds_that_wait_for_the_host_are_timed_apart(seed: int, monke
     blocks.wait_for_host(2)
     blocks.end()
     assert len(blocks.gaps) >= 4
-    assert median(blocks.gaps) > 0.015
+    assert median(blocks.gaps) > 0.02, "on a busy machine, too"
     assert system.engine.idle
 
 

@@ -40,6 +40,18 @@ def test_json_lines_by_any_name(tmp_path: Path) -> None:
         assert two.task == "prompts"
 
 
+def test_one_json_list(tmp_path: Path) -> None:
+    """Not a prompt for each of its lines, whatever it is called."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"prompt": "One", "task": "a"}, {"turns": ["Two", "Three"]}], indent=1))
+    assert [(text.task, text.turns) for text in read_texts(path)] == [("a", ("One",)), ("prompts", ("Two", "Three"))]
+    path.write_text('[{"prompt": "One"}, {"text": "Two"}]')
+    with pytest.raises(InvalidParameter, match=r"prompts\.json, object 2, must be a JSON object with one of"):
+        read_texts(path)
+    path.write_text('["a", "b"]\n[1]\n')
+    assert [text.turns for text in read_texts(path)] == [('["a", "b"]',), ("[1]",)], "texts like any other"
+
+
 def test_spec_bench_questions_have_categories_and_turns(tmp_path: Path) -> None:
     lines = (
         {"question_id": 81, "category": "writing", "turns": ["Write a poem.", "Now shorter."]},

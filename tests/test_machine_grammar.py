@@ -313,6 +313,8 @@ def test_masks_that_take_long_are_worked_out_beside_the_forward(monkeypatch: pyt
         ({"json": False}, "allows no answer"),
         ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}}, "structured.json cannot be"),
         ({"grammar": "start: foo"}, "unknown name"),
+        ({"grammar": 'root ::= "a" | "b"'}, "is in Lark's notation here"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "use anyOf"),
     ],
 )
 def test_bad_grammars_are_refused_with_the_reason(asked: dict[str, Any], said: str) -> None:

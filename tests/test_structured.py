@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ def test_steps_that_may_be() -> None:
     for step in (1, 7, 997, 7_500, 10_000, 0.01, 0.125, 2.5, 1e-9, 1e4):
         assert Structured(json={"multipleOf": step}).json
     assert Structured(json={"properties": {"multipleOf": {"type": "integer"}}}).json  # a property of that name
+
+
+class Colour(str, Enum):  # noqa: UP042 - what people have
+    RED = "red"
+    GREEN = "green"
+
+
+def test_texts_of_an_enum_are_texts() -> None:
+    assert Structured(choice=list(Colour)).choice == ("red", "green")
+    assert type(Structured(choice=[Colour.RED]).choice[0]) is str  # type: ignore[index]
+    assert Structured(regex=Colour.RED).regex == "red"
 
 
 def test_choices_are_kept_once_each() -> None:

@@ -99,7 +99,7 @@ def _text(name: str, value: object, most: int) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise InvalidParameter(name, "holds half of a surrogate pair, which is no character") from None
-    return str(value)
+    return str.__str__(value)  # of an enum of texts the text, not its name
 
 
 def _schema(value: object) -> str:

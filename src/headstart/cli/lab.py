@@ -92,8 +92,8 @@ Prompts = Annotated[
     _texts(
         "--prompts",
         of="FILE",
-        help="Prompts to measure on: one a line, or JSON lines with 'prompt' or 'messages' (and 'task'), or "
-        "Spec-Bench's question.jsonl; - is standard input. Without it: sixty of our own, of six tasks.",
+        help="Prompts to measure on: one a line, or JSON lines (or one list) with 'prompt' or 'messages' (and 'task'), "
+        "or Spec-Bench's question.jsonl; - is standard input. Without it: sixty of our own, of six tasks.",
     ),
 ]
 

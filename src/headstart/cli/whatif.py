@@ -49,7 +49,9 @@ class WhatIfOptions:
         list[float] | None,
         _what("--confirm", of="A", help="Run a draft that is made to agree so often, too. May be repeated."),
     ] = None
-    quantization: Annotated[str, _what(of="KIND", help="Weights of the target: auto, int8, int4 or none.")] = "auto"
+    quantization: Annotated[
+        str, _what(of="KIND", help="Weights of the target: auto (int8 on a CPU), int8, int4 or none.")
+    ] = "auto"
     draft_quantization: Annotated[str, _what(of="KIND", help="Weights of the draft.")] = "auto"
     device: Annotated[str | None, _what(of="DEVICE", help="cpu, cuda ... Without it: a GPU if there is one.")] = None
     verbose: Verbose = False

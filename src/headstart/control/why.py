@@ -25,7 +25,8 @@ class Figures(NamedTuple):
         even = break_even(self.wider + self.draft - self.plain, 1 / self.plain)
         plain, wider, draft = (f"{seconds * 1e3:.3g} ms" for seconds in self[1:4])
         means = "would pay, but what drafts cost lately is to be won back first" if self.owing else "does not pay now"
+        must = f"and {even:.0%} must" if even <= 1 else "and all of them would not do"
         return (
-            f"drafting {means}: about {self.alpha:.0%} of first guesses hold, and {even:.0%} must: a plain "
+            f"drafting {means}: about {self.alpha:.0%} of first guesses hold, {must}: a plain "
             f"round takes {plain}, one that verifies a drafted token {wider}, and {draft} to draft it"
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import HeadstartError, InvalidParameter
+from ..sampling import Verification
 from ..types import Tell, silent
 from .advice_record import SECONDS, Advice, AdviseSettings, Outlook
 from .agreement import Written
@@ -24,7 +25,7 @@ from .budget import Budget
 from .candidates import Candidate, candidates, checked
 from .confirming import Confirmation
 from .machine_facts import machine, memory
-from .predict import Draft, Gamma, predict, write
+from .predict import FEW, Draft, Gamma, predict, write
 from .recommending import recommended, seen
 from .round_costs import LENGTHS, Filler, RoundCosts, measure_rounds, told, with_widths
 from .symptoms import Symptom, long_prompts, memory_tight, symptoms
@@ -38,6 +39,7 @@ TURNS = 5  # of measuring costs
 MOST_TEXTS = 64
 WRITING, MEASURING, CONFIRMING = 0.15, 0.5, 0.35  # shares of the time
 PLACES = 8  # of a draft whose acceptance is shown
+OPENED = 0.4  # of a candidate's time, at least, that is left to measure it when it is open
 SPARE = 2  # systems beside those that will be confirmed that stay open
 
 
@@ -192,16 +194,27 @@ class Adviser:
         self._tell(f"{told_as}: opening")
         try:
             system = self.plain.sibling(candidate.draft, self._tell, **candidate.settings)
-        except (HeadstartError, ValueError) as error:
-            candidate = replace(candidate, refused=str(error))
-            self.outlooks[candidate.name] = Outlook(candidate.name, candidate.kind, candidate.notes, str(error))
-            return
-        candidate = checked(candidate, self.plain, system)
-        self.candidates[candidate.name], self.open[candidate.name] = candidate, system
+            self.open[candidate.name] = system
+            self._measure(checked(candidate, self.plain, system), system, budget, told_as)
+        except Exception as error:  # a file that is no model, memory, somebody's drafter: the others are measured
+            self._refuse(candidate, _said(error))
+
+    def _measure(self, candidate: Candidate, system: System, budget: Budget, told_as: str) -> None:
+        self.candidates[candidate.name] = candidate
+        budget = Budget(None if budget.seconds is None else max(budget.left, OPENED * budget.seconds))
         costs, plain = self._costs(candidate, system, budget.part(0.6), told_as)
+        if system.engine.parts.drafter is None:
+            return self._refuse(candidate, system.engine.inactive_reason or "it does not draft")
         self.drafts[candidate.name] = Draft(system, costs, plain)
         self._predict(candidate, costs, budget, told_as)
         self._close_the_worst()
+
+    def _refuse(self, candidate: Candidate, why: str) -> None:
+        """It is no candidate any more, and its memory is free for the others."""
+        self.outlooks[candidate.name] = Outlook(candidate.name, candidate.kind, candidate.notes, why)
+        self.drafts.pop(candidate.name, None)
+        if (system := self.open.pop(candidate.name, None)) is not None:
+            system.close()
 
     def _costs(
         self, candidate: Candidate, system: System, budget: Budget, told_as: str
@@ -254,8 +267,9 @@ class Adviser:
         )
 
     def _places(self, draft: Draft, temperature: float, budget: Budget) -> list[float] | None:
-        texts = self.written[temperature]
-        return draft.acceptance(texts, PLACES, "block" if temperature else None, lambda: budget.over)
+        rule: Verification | None = "block" if temperature else None
+        least = max(FEW, 2 * max(self._rows))  # rows that share rounds are not told from fewer texts than rows
+        return draft.acceptance(self.written[temperature], PLACES, rule, lambda: budget.over, least)
 
     def _ranked(self, rows: int, temperature: float) -> list[str]:
         """Candidates that could be measured, the most promising first."""
@@ -353,9 +367,9 @@ class Adviser:
             found[symptom.name] = symptom
         total = memory(self.plain.device)["total"]
         if total is not None:
-            used = self.plain.report.bytes + max(
-                (s.draft_report.bytes for s in self.open.values() if s.draft_report), default=0
-            )
+            slab = self.plain.engine.parts.runner.slab
+            used = self.plain.report.bytes + slab.token_bytes * slab.rows * slab.max_len
+            used += max((_draft_bytes(system, slab.rows * slab.max_len) for system in self.open.values()), default=0)
             if (symptom := memory_tight(used, total, max(self._rows), self.plain.max_len)) is not None:
                 found[symptom.name] = symptom
         return list(found.values())
@@ -369,3 +383,16 @@ class Adviser:
         names = [name for name in mine.__dataclass_fields__ if getattr(mine, name) != getattr(default, name)]
         usual = ("rows", "temperatures", "tokens")
         return self._options.told() | {name: getattr(mine, name) for name in dict.fromkeys((*usual, *names))}
+
+
+def _said(error: Exception) -> str:
+    """An error as a sentence; one that is not ours with its kind."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if isinstance(error, (HeadstartError, ValueError)) else f"it failed: {type(error).__name__}: {text}"
+
+
+def _draft_bytes(system: System, tokens: int) -> int:
+    """Its weights, and its keys for so many tokens."""
+    report, drafter = system.draft_report, system.engine.parts.drafter
+    weights = report.bytes if report is not None else 0
+    return weights + (drafter.token_bytes * tokens if drafter is not None else 0)

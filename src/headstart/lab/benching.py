@@ -10,6 +10,7 @@ controller learns stays, as it does in service; no prompt is warm.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -285,6 +286,7 @@ class Bencher:
             notes.append(f"prompts were left out ({len(self._long)}): {self._left_out()}")
         if left := sorted({unit.task for unit in self._units if unit.group not in self._long} - set(tasks)):
             notes.append(f"there was no time for these tasks: {', '.join(left)}")
+        notes += [said for name in self.systems if name != PLAIN for said in self._comes_and_goes(name)]
         if len(measured) < 2 * len(units):
             notes.append("there was no time to measure all prompts twice: the interval says little")
         return Bench(
@@ -297,6 +299,19 @@ class Bencher:
             seconds=self._spent,
             notes=tuple(notes),
         )
+
+    def _comes_and_goes(self, name: str) -> Iterator[str]:
+        """Where the controller drafted an answer now and not the next time, a short bench sees too little of either."""
+        drafted: dict[int, list[bool]] = defaultdict(list)
+        for unit, block in self._measured[name]:
+            drafted[unit.number].append(sum(r.drafted > 0 for r in block.rounds) > 0.1 * len(block.rounds))
+        both = sum(len(set(each)) > 1 for each in drafted.values())
+        if both > max(1, len(drafted) // 4):
+            yield (
+                f"{name}: {both} of {len(drafted)} prompts were answered with drafts at one time, without at another: "
+                "it hardly pays here, or has only just begun to; a longer bench (--seconds) says more, and --gamma N "
+                "drafts always"
+            )
 
     def _settings(self) -> dict[str, Any]:
         mine = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}

@@ -38,7 +38,6 @@ class Candidate:
     draft: Any
     quantization: str = "auto"  # draft_quantization; "none": as the model is
     notes: tuple[str, ...] = ()
-    refused: str | None = None  # why it is not measured
 
     @property
     def settings(self) -> dict[str, Any]:

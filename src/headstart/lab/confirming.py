@@ -26,7 +26,7 @@ __all__ = ["Confirmation"]
 LEAST_BLOCKS = 3  # whatever the time
 MOST_TURNS = 12
 WARM_TOKENS = 24
-LEAST_TOKENS = 16  # of an answer
+LEAST_TOKENS = 32  # of an answer: short ones say more of how drafting begins than of how it goes
 # Of the time, for prompts that were not answered yet. A GPU keeps its time, so that there other prompts say more than
 # the same ones again.
 FIRST = {"cuda": 0.9, "cpu": 0.45}
@@ -61,7 +61,8 @@ class Confirmation:
         self._found: dict[str, list[Measured]] = {name: [] for name in systems}
 
     def run(self, budget: Budget, tell: Tell = silent) -> None:
-        self._fit(self._warm_up(), budget)
+        if not self._fit(self._warm_up(), budget):  # what is done first is slow: perhaps it was only that
+            self._cut(self._warm_up(), budget)
         shown = ", ".join(self.systems)
         count, first = len(self._units), FIRST.get(self.plain.device.type, FIRST["cpu"])
         for turn in range(MOST_TURNS):
@@ -84,7 +85,7 @@ class Confirmation:
         return {name: Run(each.engine, self._units[number], params, learnt=learnt) for name, each in everyone.items()}
 
     def _warm_up(self) -> dict[str, float]:
-        """What is done first is slow. Seconds of a full answer of each."""
+        """Seconds of a full answer of each."""
         tokens = min(self.tokens, WARM_TOKENS)
         started = perf_counter()
         runs = self._runs(0, 0, tokens, learnt=False)
@@ -92,16 +93,19 @@ class Confirmation:
         spent, own = perf_counter() - started, sum(run.seconds for run in runs.values())
         return {name: run.seconds * self.tokens / tokens * max(1.0, spent / own) for name, run in runs.items()}
 
-    def _fit(self, seconds: Mapping[str, float], budget: Budget) -> None:
-        """Fewer systems, and then shorter answers, where the least number of blocks does not fit the time."""
+    def _needed(self, seconds: Mapping[str, float]) -> float:
+        return LEAST_BLOCKS * (seconds[""] + sum(seconds[name] for name in self.systems))
 
-        def needed() -> float:
-            return LEAST_BLOCKS * (seconds[""] + sum(seconds[name] for name in self.systems))
+    def _fit(self, seconds: Mapping[str, float], budget: Budget) -> bool:
+        """Is there time for the least number of blocks?"""
+        return self._needed(seconds) <= budget.left
 
-        while len(self.systems) > 1 and needed() > budget.left:
+    def _cut(self, seconds: Mapping[str, float], budget: Budget) -> None:
+        """Fewer systems, and then shorter answers, until there is."""
+        while len(self.systems) > 1 and not self._fit(seconds, budget):
             del self._found[self.systems.popitem()[0]]
-        if needed() > budget.left:
-            share = max(0.0, budget.left) / needed()
+        if not self._fit(seconds, budget):
+            share = max(0.0, budget.left) / self._needed(seconds)
             self.tokens = max(min(LEAST_TOKENS, self.tokens), int(share * self.tokens))
 
     def _block(self, number: int, turn: int) -> None:
@@ -126,8 +130,9 @@ class Confirmation:
 
     def ratio(self, name: str) -> Ratio | None:
         """The speed-up; None: nothing was run."""
-        base = without_stalls([measured for _, measured in self._base])
-        mine = without_stalls(self._found.get(name, []))
+        base, mine = [measured for _, measured in self._base], self._found.get(name, [])
+        if self.plain.device.type == "cpu":  # on a GPU rounds that wait for the host are no accident
+            base, mine = without_stalls(base), without_stalls(mine)
         return ratio(
             [
                 Block(number, a.decode_tokens, a.decode_seconds, b.decode_tokens, b.decode_seconds)

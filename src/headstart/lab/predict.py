@@ -38,7 +38,7 @@ Gamma = int | Literal["auto"]
 PLACES = 10  # of a head's drafts that are looked at where tokens are drawn
 RESAMPLED = 400  # times that texts are drawn again for an interval
 REPEATS = 3  # replays of drawn tokens
-FEW = 4  # texts that a draft is held against, whatever the time
+FEW = 6  # texts that a draft is held against, whatever the time
 WARM = 2  # texts that are written before, so that the controller knows the machine
 
 
@@ -131,11 +131,12 @@ class Draft:
         most: int,
         rule: Verification | None,
         late: Callable[[], bool] = lambda: False,
+        least: int = FEW,
     ) -> list[float] | None:
-        """a_1 .. a_most; None: this drafter has no probabilities. ``late``: look at no more texts than a few."""
+        """a_1 .. a_most; None: this drafter has no probabilities. ``late``: look at no more texts than the least."""
         known: list[Agreement] = []
         for text in texts:
-            if len(known) >= FEW and late():
+            if len(known) >= least and late():
                 break
             if (found := self.agreement(text, most)) is not None:
                 known.append(found)

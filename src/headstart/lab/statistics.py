@@ -11,7 +11,9 @@ logarithm is as good as normal. Two kinds of chance are in it, and each has an i
     other prompts    prompts like these: also what prompts differ by, seen in what they differ by here
 
 Noise of time comes in spells, so that blocks that follow each other are off together. The variance therefore counts
-neighbours in time with each other (Bartlett's weights, as Newey and West do), and never less than the blocks alone say.
+neighbours in time with each other: by Bartlett's weights (as Newey and West do) and by the sums of a few long
+stretches, the larger of the two, and never less than the blocks alone say. What is slower still, such as another
+program that wants memory for minutes, a short measurement cannot see: all of it lies within. ``DRIFT`` stands for that.
 
 On a shared machine something else has the processor for a tenth of a second now and then, and one of the two answers
 gets all of it. A block whose ratio is far from what its prompt's other blocks say counts as if the slower side had been
@@ -24,12 +26,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 __all__ = ["LEVEL", "Block", "Interval", "Ratio", "geometric_mean", "median", "quantile", "ratio", "t_quantile"]
 
 LEVEL = 0.9  # how sure an interval is
 REACH = 2.5  # usual deviations of a block's ratio from its prompt's median, from where on it was stalled
 LIKE = 3  # blocks of a prompt that are needed to say so
+STRETCHES = 8  # of the whole time at the most, each of STRETCH blocks at least, whose sums tell of long spells
+STRETCH = 4
+DRIFT = 0.02  # standard error of a ratio that was measured within a moment, by what it is a minute later
+SPELL = 60.0  # seconds for which such a thing lasts: in a longer time there are several
 _NORMAL = 1.4826  # a normal law's standard deviation, in medians of absolute deviations
 
 
@@ -112,7 +119,13 @@ def ratio(blocks: Sequence[Block], level: float = LEVEL) -> Ratio | None:
         for weight, b in zip(weights, blocks, strict=True)
     ]
     groups = [b.prompt for b in blocks]
-    return Ratio(value, _noise(value, pulls, groups, level), _spread(value, pulls, groups, level), len(blocks))
+    drift = DRIFT**2 / (1 + sum(b.base_seconds + b.seconds for b in blocks) / SPELL)
+    noise, spread = _noise(pulls, groups), _spread(pulls, groups)
+    here, others = (
+        _interval(value, math.sqrt(each[0] + drift), each[1], level) if each is not None else None
+        for each in (noise, spread)
+    )
+    return Ratio(value, here, others, len(blocks))
 
 
 def _without_stalls(blocks: Sequence[Block]) -> list[Block]:
@@ -139,8 +152,8 @@ def _without_stalls(blocks: Sequence[Block]) -> list[Block]:
     return found
 
 
-def _noise(value: float, pulls: Sequence[float], groups: Sequence[int], level: float) -> Interval | None:
-    """From what blocks of one prompt differ by."""
+def _noise(pulls: Sequence[float], groups: Sequence[int]) -> tuple[float, int] | None:
+    """The variance from what blocks of one prompt differ by, and its degrees of freedom."""
     members: dict[int, list[float]] = defaultdict(list)
     for pull, group in zip(pulls, groups, strict=True):
         members[group].append(pull)
@@ -156,21 +169,30 @@ def _noise(value: float, pulls: Sequence[float], groups: Sequence[int], level: f
     variance = _long_run(errors)
     if single:  # blocks of prompts that were measured once err as the others do
         variance *= len(pulls) / len(errors)
-    return _interval(value, math.sqrt(variance), free, level)
+    return variance, free
 
 
 def _long_run(errors: Sequence[float]) -> float:
     """The variance of the errors' sum, neighbours in time counted with each other."""
     alone = sum(error * error for error in errors)
-    reach = max(1, round(len(errors) ** (1 / 3)))
+    reach = max(1, round(1.5 * len(errors) ** (1 / 3)))
     total = alone
     for lag in range(1, reach + 1):
         pairs = sum(a * b for a, b in zip(errors, errors[lag:], strict=False))
         total += 2 * (1 - lag / (reach + 1)) * pairs
-    return max(alone, total)
+    return max(alone, total, _by_stretches(errors))
 
 
-def _spread(value: float, pulls: Sequence[float], groups: Sequence[int], level: float) -> Interval | None:
+def _by_stretches(errors: Sequence[float]) -> float:
+    """The same from the sums of long stretches of time, which are as good as independent."""
+    count = min(STRETCHES, len(errors) // STRETCH)
+    if count < 3:
+        return 0.0
+    ends = [len(errors) * i // count for i in range(count + 1)]
+    return count / (count - 1) * sum(sum(errors[a:b]) ** 2 for a, b in pairwise(ends))
+
+
+def _spread(pulls: Sequence[float], groups: Sequence[int]) -> tuple[float, int] | None:
     """From what prompts differ by."""
     sums: dict[int, float] = defaultdict(float)
     for pull, group in zip(pulls, groups, strict=True):
@@ -178,8 +200,7 @@ def _spread(value: float, pulls: Sequence[float], groups: Sequence[int], level: 
     count = len(sums)
     if count < 3:
         return None
-    variance = count / (count - 1) * sum(each * each for each in sums.values())
-    return _interval(value, math.sqrt(variance), count - 1, level)
+    return count / (count - 1) * sum(each * each for each in sums.values()), count - 1
 
 
 def _interval(value: float, error: float, free: int, level: float) -> Interval:

@@ -78,9 +78,12 @@ def choose(texts: Sequence[Text], per_task: int | None = None, tasks: Sequence[s
 
 def read_texts(path: str | Path, *, raw: bool = False) -> list[Text]:
     """The prompts of a file ("-": standard input): one a line, or, where the name ends in .jsonl or the first line is a
-    JSON object, JSON lines with 'prompt', 'messages' or 'turns', and perhaps 'task' or 'category'."""
+    JSON object, JSON lines with 'prompt', 'messages' or 'turns', and perhaps 'task' or 'category'; or all of it is one
+    JSON list of such objects."""
     content = _content(path).removeprefix("\ufeff")
     name = "standard input" if str(path) == "-" else Path(path).name
+    if (listed := _listed(content)) is not None:
+        return [_text(record, f"{name}, object {number},", raw) for number, record in enumerate(listed, 1)]
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(content.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
@@ -102,6 +105,17 @@ def _content(path: str | Path) -> str:
         raise InvalidParameter("prompts", f"are not valid UTF-8 in {path} ({at})") from None
 
 
+def _listed(content: str) -> list[Any] | None:
+    """What is in the list, if the whole text is a JSON list of objects."""
+    if not content.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and found and isinstance(found[0], dict) else None
+
+
 def _is_object(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
@@ -111,9 +125,14 @@ def _is_object(line: str) -> bool:
 
 def _record(line: str, where: str, raw: bool) -> Text:
     try:
-        record = json.loads(line)
+        return _text(json.loads(line), where, raw)
+    except InvalidParameter:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidParameter("prompts", f"{where} is no JSON: {error}") from error
+
+
+def _text(record: object, where: str, raw: bool) -> Text:
     if not isinstance(record, dict) or sum(name in record for name in ("prompt", "messages", "turns")) != 1:
         raise InvalidParameter("prompts", f"{where} must be a JSON object with one of 'prompt', 'messages' and 'turns'")
     task = next((record[name] for name in _TASK_FIELDS if name in record), UNNAMED)

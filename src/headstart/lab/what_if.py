@@ -45,6 +45,7 @@ __all__ = ["SECONDS", "Case", "Supposer", "WhatIf", "WhatIfSettings", "whatif"]
 SECONDS = 60.0
 SMALL = "small"  # the embedded model as the draft, as it is
 USUAL = {"cuda": "llama-3-8b", "cpu": "1.5b"}  # the target's shape, by device
+ON_CPU = "int8"  # weights of the target: floats of this size are nothing to run on a CPU
 TOKENS = 200  # of a supposed answer
 TEXTS = 8
 LEAST = 15.0  # seconds for a pair that is run
@@ -134,7 +135,10 @@ class Supposer:
 
     def __init__(self, settings: WhatIfSettings, options: SystemOptions, *, tell: Tell = silent) -> None:
         self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self.device.type == "cpu" and options.quantization == "auto":
+            options = options.changed(quantization=ON_CPU)
+        floats = self.device.type == "cpu" and options.quantization is None
+        self.dtype = torch.float32 if floats else torch.bfloat16  # what is packed is as good in half the memory
         self.settings, self._tell, self.notes = settings, tell, list[str]()
         self.shape = settings.shape or USUAL.get(self.device.type, USUAL["cpu"])
         self.cases: list[Case] = []
@@ -175,7 +179,7 @@ class Supposer:
         shape, free = SHAPES[self.shape], memory(self.device)["free"]
         attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
         weights = shape.layers * (3 * shape.hidden * shape.ffn + attention)
-        needed = weights * (2 if self.device.type == "cuda" else 4)
+        needed = weights * self.dtype.itemsize * (1.5 if self.device.type == "cpu" else 1)  # packed beside floats
         if free is not None and needed > 0.9 * free:
             raise InvalidParameter(
                 "shape",

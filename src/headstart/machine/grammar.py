@@ -38,7 +38,13 @@ LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "verbose_errors": False}
 #: characters that matter in JSON: llguidance must spell their tokens as the tokenizer does
 _SAMPLE = '{"name": "a b", "list": [1, -2.5, true], "x": {"y": null}}'
 #: what llguidance says by a name of its own, in words
-_IN_WORDS = {"NoExtensionBias": "it allows no answer, or refers to itself without an end"}
+_IN_WORDS = {
+    "NoExtensionBias": "it allows no answer, or refers to itself without an end",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf is for parts of which no answer can be two; use anyOf"
+    ),
+}
+_NO_EBNF = 'is in Lark\'s notation here (start: "a" | "b"), not in EBNF or GBNF (root ::= "a" | "b")'
 
 
 class Grammars:
@@ -137,7 +143,8 @@ class Order:
         try:
             grammar = self.future.result()
         except InvalidParameter as error:
-            raise InvalidParameter(field, str(error).removeprefix(f"{error.field} ")) from None
+            why = str(error).removeprefix(f"{error.field} ")
+            raise InvalidParameter(field, _NO_EBNF if "::=" in (self._asked.grammar or "") else why) from None
         if grammar.budget.exceeded:
             raise InvalidParameter(field, TOO_SLOW)
         return grammar

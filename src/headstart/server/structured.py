@@ -111,9 +111,6 @@ class Wanted:
     def renamed(self, error: InvalidParameter) -> Refused:
         """An error about ``structured`` as one about what the client sent."""
         field = self.named(error.field)
-        if "::=" in str(self.given.get("grammar", "")):
-            why = 'is in Lark\'s notation here (start: "a" | "b"), not in EBNF or GBNF (root ::= "a" | "b")'
-            return Refused(400, f"{field}: {why}", field)
         return Refused(400, f"{field}: {str(error).removeprefix(error.field).strip()}", field)
 
     def named(self, field: str) -> str:

@@ -39,6 +39,7 @@ class Check:
     statistic: float | None = None
     degrees: int | None = None
     detectable: float | None = None  # a total variation that is noticed with probability 0.99, at least
+    excused: float = 0.0  # the chi-squared distance between laws that rounding accounts for
     power: dict[str, float] = field(default_factory=dict)  # by total variation
     seconds: float = 0.0
     found: tuple[str, ...] = ()  # what is wrong, or why nothing was tested

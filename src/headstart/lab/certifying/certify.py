@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from ...errors import HeadstartError, InvalidParameter, MissingExtra
+from ...errors import HeadstartError, InvalidParameter, MissingExtra, PromptTooLong
 from ...machine.grammar import Grammars
 from ...machine.load.loading import eos_ids
 from ...types import Grammar, SamplingParams, Structured, Tell, silent
@@ -204,10 +204,19 @@ class Certifier:
             size = self.truth.size
             lines = [[(7 + 13 * i * (n + 3) + n) % size for i in range(8 + 3 * n)] for n in range(effort.prompts)]
         else:
-            chosen = choose(shipped())[: effort.prompts] if texts is None else list(texts)[: effort.prompts]
-            lines = [self.system.ids(text) for text in chosen]
+            asked = map(self._ids, choose(shipped() if texts is None else texts))
+            lines = list(islice(filter(None, asked), effort.prompts))
+            if not lines:
+                raise InvalidParameter("prompts", f"are longer than max_model_len ({self.system.max_len}), all of them")
         cut = [line[:most] for line in lines]
         return [tuple(line if n % 2 else [*line, *line[: max(4, len(line) // 2)]]) for n, line in enumerate(cut)]
+
+    def _ids(self, text: Text) -> list[int]:
+        """None of a text that is too long to be tokenized, though most of it would be cut off."""
+        try:
+            return self.system.ids(text)
+        except PromptTooLong:
+            return []
 
     def _asked(self, prompts: Sequence[tuple[int, ...]], **settings: Any) -> list[Asked]:
         seeded = "seed" in settings

@@ -39,6 +39,7 @@ class Tested:
     p_value: float
     samples: int  # outcomes, or tokens along texts
     impossible: int = 0  # outcomes that the target never gives
+    excused: float = 0.0  # of the statistic's mean: what rounding alone may do to it, for each sample
 
 
 def chi_tail(x: float, degrees: float) -> float:
@@ -61,14 +62,18 @@ def noncentral_tail(x: float, degrees: float, shift: float) -> float:
     return float((weights * tails).sum().clamp(0, 1))
 
 
-def critical(degrees: int, level: float) -> float:
-    """What a chi-squared statistic exceeds with probability ``level``."""
+def critical(degrees: int, level: float, shift: float = 0.0) -> float:
+    """What a chi-squared statistic exceeds with probability ``level``; ``shift``: see ``noncentral_tail``."""
+
+    def tail(x: float) -> float:
+        return noncentral_tail(x, degrees, shift) if shift else chi_tail(x, degrees)
+
     low, high = 0.0, 1.0
-    while chi_tail(high, degrees) > level:
+    while tail(high) > level:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if chi_tail(middle, degrees) > level else (low, middle)
+        low, high = (middle, high) if tail(middle) > level else (low, middle)
     return high
 
 
@@ -91,30 +96,32 @@ class Plan:
         """``again``: the p-value of the repetition, where there was one."""
         return first < self.at_once or (first < FIRST and again is not None and again < self.second)
 
-    def power(self, samples: int, degrees: int, distance: float) -> float:
+    def power(self, samples: int, degrees: int, distance: float, excused: float = 0.0) -> float:
         """The least probability that a test notices a law that is ``distance`` away in total variation (over its
-        cells). Of all such laws the hardest has a noncentrality of 4 n d^2, by Cauchy and Schwarz."""
+        cells). Of all such laws the hardest has a noncentrality of 4 n d^2, by Cauchy and Schwarz. ``excused``: see
+        ``Tested``."""
         if degrees < 1:
             return 0.0
-        shift = 4.0 * samples * distance**2
-        at_once = noncentral_tail(critical(degrees, self.at_once), degrees, shift)
-        looked = noncentral_tail(critical(degrees, FIRST), degrees, shift)
-        again = noncentral_tail(critical(degrees, self.second), degrees, MORE * shift)
+        shift, free = 4.0 * samples * distance**2, samples * excused
+        at_once = noncentral_tail(critical(degrees, self.at_once, free), degrees, shift)
+        looked = noncentral_tail(critical(degrees, FIRST, free), degrees, shift)
+        again = noncentral_tail(critical(degrees, self.second, MORE * free), degrees, MORE * shift)
         return at_once + max(looked - at_once, 0.0) * again
 
-    def detectable(self, samples: int, degrees: int, power: float = SURE) -> float:
+    def detectable(self, samples: int, degrees: int, power: float = SURE, excused: float = 0.0) -> float:
         """The total variation that a test notices with this probability, at least."""
         if degrees < 1:
             return 1.0
         low, high = 0.0, 1.0
         for _ in range(30):
             middle = (low + high) / 2
-            low, high = (low, middle) if self.power(samples, degrees, middle) >= power else (middle, high)
+            low, high = (low, middle) if self.power(samples, degrees, middle, excused) >= power else (middle, high)
         return high
 
 
-def pearson(counts: Mapping[T, int], law: Mapping[T, float], *, strict: bool) -> Tested:
+def pearson(counts: Mapping[T, int], law: Mapping[T, float], *, strict: bool, excused: float = 0.0) -> Tested:
     """Counts against a law over all their outcomes. Cells in which less than ``LEAST`` are expected are put together.
+    ``excused``: a law whose chi-squared distance from this one is no larger counts as the same.
 
     ``strict``: an outcome to which the law gives nothing cannot come, and fails the test; else (where rounding moves
     the edge of a truncated distribution) it counts among the rare ones.
@@ -135,8 +142,8 @@ def pearson(counts: Mapping[T, int], law: Mapping[T, float], *, strict: bool) ->
         cells[-1] = cells[-1][0] + last[0], cells[-1][1] + last[1]
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells if expected > 0)
     degrees = len(cells) - 1
-    p_value = 0.0 if impossible and strict else chi_tail(statistic, degrees)
-    return Tested(statistic, degrees, p_value, total, impossible)
+    tail = noncentral_tail(statistic, degrees, total * excused) if excused and degrees else chi_tail(statistic, degrees)
+    return Tested(statistic, degrees, 0.0 if impossible and strict else tail, total, impossible, excused)
 
 
 def along_texts(seen: Sequence[int], laws: Sequence[Sequence[float]], *, impossible: int = 0) -> Tested:

@@ -46,10 +46,17 @@ class Truth:
     size: int  # ids that may be drawn
     rounding: float  # measured: how far the engine's logits are from these, and still as good as equal
     run: Callable[[Sequence[int], int], torch.Tensor]  # a text, and how many: logits [n, V] of its last tokens
+    narrow: Callable[[Sequence[int], int], torch.Tensor] | None = None  # the same by the engine's kernels, see _narrow
 
     def after(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
         """Logits for the tokens from ``start`` on: [T - start + 1, size]; the last are of what follows the text."""
         found: NDArray[np.float32] = self.run(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
+        return found
+
+    def by_kernels(self, text: Sequence[int]) -> NDArray[np.float32]:
+        """What ``after`` says of the next token [size], by the engine's own kernels. Only where these are not exact."""
+        assert self.narrow is not None
+        found: NDArray[np.float32] = self.narrow(text, 1)[-1, : self.size].numpy()
         return found
 
     def tie(self, row: Floats) -> float:
@@ -78,6 +85,7 @@ def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
         name = f"one pass of the {kind} kernels over the whole text, in a row of its own that was emptied before"
         return Truth(name, True, 0.0, 0.0, size, 0.0, packed)
     spacing, spacings = _SPACINGS.get(runner.dtype, (2.0**-24, 256.0))
+    narrow = _narrow(engine)
     if _whole(loaded):
 
         def modules(text: Sequence[int], keep: int) -> torch.Tensor:
@@ -86,7 +94,7 @@ def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
                 return loaded.model(input_ids=ids, use_cache=False).logits[0, -keep:].float().cpu()  # type: ignore[no-any-return]
 
         name = "one pass of Hugging Face's own modules over the whole text, without a cache"
-        return Truth(name, False, spacing, spacings, size, _rounding(engine, modules), modules)
+        return Truth(name, False, spacing, spacings, size, _rounding(size, modules, narrow), modules, narrow)
 
     def emptied(text: Sequence[int], keep: int) -> torch.Tensor:
         engine.cold()
@@ -96,19 +104,33 @@ def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
         return found
 
     name = "one pass of the kernels over the whole text, over emptied keys"
-    return Truth(name, False, spacing, spacings, size, 0.0, emptied)
+    return Truth(name, False, spacing, spacings, size, _rounding(size, emptied, narrow), emptied, narrow)
 
 
-def _rounding(engine: Engine, run: Callable[[Sequence[int], int], torch.Tensor]) -> float:
-    """By how much kernels and modules differ about one logit over another, nearly always: six standard deviations. Over
-    fresh keys, without drafts: what goes wrong in rounds is not in it."""
-    runner, size = engine.parts.runner, engine.parts.vocab_size
-    engine.cold()
+def _narrow(engine: Engine) -> Callable[[Sequence[int], int], torch.Tensor]:
+    """Logits of a text's last tokens by the engine's kernels, those tokens one at a time: as narrow as forwards get.
+    Over fresh keys, without drafts: what goes wrong in rounds is not in it."""
+
+    def run(text: Sequence[int], keep: int) -> torch.Tensor:
+        runner, start = engine.parts.runner, len(text) - keep
+        engine.cold()
+        ids = torch.tensor([list(text)], device=runner.device)
+        if start:
+            runner.forward(slice(0, 1), ids[:, :start], [0], keep=1)
+        each = (runner.forward(slice(0, 1), ids[:, at : at + 1], [at])[0] for at in range(start, len(text)))
+        found = torch.cat([logits.float().cpu() for logits in each])
+        engine.cold()
+        return found
+
+    return run
+
+
+def _rounding(size: int, *ways: Callable[[Sequence[int], int], torch.Tensor]) -> float:
+    """By how much two ways to work them out differ about one logit over another, nearly always: six standard
+    deviations."""
     text = [(11 + 37 * i) % size for i in range(12)]
     with torch.inference_mode():
-        one = run(text, len(text))
-        other = runner.forward(slice(0, 1), torch.tensor([text], device=runner.device), [0])[0].float().cpu()
-    engine.cold()
+        one, other = (run(text, len(text)) for run in ways)
     difference = (one - other)[:, :size]
     difference = difference - difference.mean(1, keepdim=True)
     return 6 * math.sqrt(2.0) * float(difference.square().mean().sqrt())

@@ -47,11 +47,15 @@ def _parts(found: Advice) -> Iterator[Html]:
         yield section("Known for this model, and not on this machine", *(note(line) for line in found.proposals))
     yield section(
         "What it rests on",
-        f"{sum(found.texts.values())} texts of {found.tokens} tokens that the target wrote, {found.seconds:.0f} s of "
-        "measuring.",
+        f"{_texts(found)} of {found.tokens} tokens that the target wrote, {found.seconds:.0f} s of measuring.",
         facts(found.about),
     )
     yield closing(found.settings, found.machine)
+
+
+def _texts(found: Advice) -> str:
+    count = sum(found.texts.values())
+    return f"{count} text{'s' * (count != 1)}"
 
 
 def _code(text: str) -> Html:
@@ -92,9 +96,9 @@ def _pictures(found: Advice) -> Iterator[tuple[str, str]]:
         measured = [outlook.measured.get((rows, temperature)) for outlook in known]
         if any(measured):
             groups.append(_measured(measured))
-        names = [outlook.name for outlook in known]
+        names, x = [outlook.name for outlook in known], "speed-up over plain decoding (times)"
         yield (
-            bars(names, groups, "speed-up over plain decoding (times)", title="predicted and measured", level=1),
+            bars(names, groups, x, of="draft", title="predicted and measured", level=1),
             "Speed-up of each draft, predicted and (where it was run) measured, with 90% intervals.",
         )
     fixed = [outlook for outlook in known if len(outlook.predictions) > 1]
@@ -163,7 +167,13 @@ def _costs(known: list[Outlook], rows: int) -> Iterator[tuple[str, str]]:
         "the rest, verifying": [_at(m["forward_ms"], length + 1) for _, m, _ in told],
     }
     yield (
-        stacked([o.name for o, _, _ in told], parts, "time of a round that drafts 4 tokens (ms)", title="a round"),
+        stacked(
+            [o.name for o, _, _ in told],
+            parts,
+            "time of a round that drafts 4 tokens (ms)",
+            of="draft",
+            title="a round",
+        ),
         "A round that drafts four tokens, split in drafting and everything else.",
     )
 

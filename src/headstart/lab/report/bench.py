@@ -15,12 +15,12 @@ from .plots import Bars, Series, bars, lines, stacked
 
 __all__ = ["page"]
 
-_COLUMNS = ("", "first token", "a token", "tokens/s", "alpha", "tau", "speed-up", "90% interval", "with prompts")
+_COLUMNS = ("", "speed-up", "90% interval", "with prompts", "a token", "first token", "tokens/s", "alpha", "tau")
 _EXPLAINED = (
-    "First token: median time from the request to its first token. A token: time for each further one, a row. "
-    "Tokens/s: all rows together, prompts included. alpha: share of drafted tokens that were accepted. tau: tokens for "
-    "each forward of the target. Speed-up: time for a token, plain decoding over this one; with prompts: the same over "
-    "whole answers. The interval is for these very prompts, measured again."
+    "Speed-up: time for a token behind the first, plain decoding over this one; its interval is for these prompts, "
+    "measured again; with prompts: the same over whole answers. A token: time for each one behind the first, a row. "
+    "First token: median time from the request to it. Tokens/s: all rows together, prompts included. alpha: share of "
+    "drafted tokens that were accepted. tau: tokens for each forward of the target."
 )
 
 
@@ -64,14 +64,14 @@ def _row(name: str, way: Way, task: str) -> tuple[str, ...]:
     of, gain, whole = way.figures[task], way.speedup.get(task), way.end_to_end.get(task)
     return (
         name,
-        _time(of.ttft),
-        _time(of.tpot),
-        f"{of.tokens_per_second:.1f}",
-        f"{of.alpha:.2f}" if of.alpha is not None else "-",
-        f"{of.tau:.2f}" if of.tau is not None else "-",
         f"{gain.value:.2f}x" if gain is not None else "-",
         _interval(gain),
         f"{whole.value:.2f}x" if whole is not None else "-",
+        _time(of.tpot),
+        _time(of.ttft),
+        f"{of.tokens_per_second:.1f}",
+        f"{of.alpha:.2f}" if of.alpha is not None else "-",
+        f"{of.tau:.2f}" if of.tau is not None else "-",
     )
 
 
@@ -110,7 +110,7 @@ def _pictures(found: Bench) -> Iterator[tuple[str, str]]:
         known = [task for task in tasks if all(task in way.speedup for way in ways)]
         each = [_bars(way, known) for way in ways]
         yield (
-            bars(known, each, "speed-up over plain decoding (times)", title="speed-up", level=1),
+            bars(known, each, "speed-up over plain decoding (times)", of="task", title="speed-up", level=1),
             "Speed-up by task, with 90% intervals.",
         )
     drafting = [way for way in ways if way.figures[ALL].acceptance]
@@ -134,7 +134,7 @@ def _pictures(found: Bench) -> Iterator[tuple[str, str]]:
             "rest": [(f.rest_seconds or 0) * 1e3 for f in of],
         }
         yield (
-            stacked([way.name for way in told], parts, "time of a round (ms)", title="a round"),
+            stacked([way.name for way in told], parts, "time of a round (ms)", of="decoding", title="a round"),
             "A round split in drafting, the target's forward, and the rest.",
         )
 

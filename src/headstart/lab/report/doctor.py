@@ -38,4 +38,4 @@ def page(found: Checkup) -> str:
 
 
 def _told(finding: Finding) -> str:
-    return f"{finding.about}: {finding.text}" + (f". {finding.advice}" if finding.advice else "")
+    return f"{finding.about}: {finding.text}" + (f"; {finding.advice}" if finding.advice else "")

@@ -54,7 +54,11 @@ p { margin: 0.4rem 0; max-width: 62rem; }
 .note { border-left: 4px solid var(--accent); background: var(--soft); padding: 0.5rem 0.8rem; margin: 0.6rem 0;
   max-width: 62rem; } .note.warning { border-color: var(--warn); background: var(--warn-bg); }
 .note.bad { border-color: var(--bad); } .note.good { border-color: var(--good); }
-.scroll { overflow-x: auto; max-width: 100%; }
+.scroll { overflow-x: auto; max-width: 100%; /* a shadow where a table goes on */
+  background: linear-gradient(to right, var(--bg) 30%, transparent) left / 3rem 100% no-repeat local,
+    linear-gradient(to left, var(--bg) 30%, transparent) right / 3rem 100% no-repeat local,
+    linear-gradient(to right, var(--line), transparent) left / 1rem 100% no-repeat scroll,
+    linear-gradient(to left, var(--line), transparent) right / 1rem 100% no-repeat scroll; }
 table { border-collapse: collapse; margin: 0.4rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.28rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
@@ -66,6 +70,8 @@ figure { margin: 0.5rem 0; min-width: 0; } figure svg { width: 100%; max-width: 
 pre, code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.9em; }
 pre { background: var(--soft); padding: 0.6rem 0.8rem; overflow-x: auto; white-space: pre; margin: 0.4rem 0; }
 summary { cursor: pointer; color: var(--muted); }
+@media (max-width: 40rem) { th, td { padding: 0.28rem 0.4rem; font-size: 0.9rem; }
+  td.text, th.text { min-width: 9rem; } }
 """
 
 
@@ -121,11 +127,20 @@ def table(
 def facts(values: Mapping[str, Any]) -> Html:
     """Names and what they are; None is left out."""
     lines = (
-        f"<dt>{escape(str(name).replace('_', ' '))}</dt><dd>{_html(value)}</dd>"
+        f"<dt>{escape(str(name).replace('_', ' '))}</dt><dd>{_html(_readable(value))}</dd>"
         for name, value in values.items()
         if value is not None
     )
     return Html(f"<dl>{''.join(lines)}</dl>")
+
+
+def _readable(value: object) -> object:
+    """Long numbers in groups, short ones without zeros behind, lists without brackets."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(_readable(each)) for each in value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else value
 
 
 def figures(pictures: Iterable[tuple[str, str]]) -> Html:

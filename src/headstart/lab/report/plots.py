@@ -87,12 +87,15 @@ def lines(
     return _svg(figure, axes, title, named=len(series) > 1)
 
 
-def bars(names: Sequence[str], groups: Sequence[Bars], y: str, *, title: str, level: float | None = None) -> str:
-    """Groups of bars beside each other, one for each name, drawn sideways so that names have room."""
+def bars(
+    names: Sequence[str], groups: Sequence[Bars], x: str, *, of: str, title: str, level: float | None = None
+) -> str:
+    """Groups of bars beside each other, one for each name, drawn sideways so that names have room. ``x`` names what is
+    measured, units included; ``of`` what there is a bar for."""
     if missing() or not names or not groups:
         return ""
     height = max(HEIGHT, 0.9 + len(names) * (0.2 * len(groups) + 0.14))
-    figure, axes = _axes(y, "", height)
+    figure, axes = _axes(x, of, height)
     thick = 0.8 / len(groups)
     for index, group in enumerate(groups):
         at = [i + (index - (len(groups) - 1) / 2) * thick for i in range(len(names))]
@@ -106,27 +109,33 @@ def bars(names: Sequence[str], groups: Sequence[Bars], y: str, *, title: str, le
             at, group.values, height=thick * 0.9, color=_SERIES[index % len(_SERIES)], label=group.name, xerr=off,
             error_kw={"ecolor": _FG, "elinewidth": 1, "capsize": 2},
         )  # fmt: skip
-    axes.set_yticks(range(len(names)), [_shortened(name) for name in names])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
+    _sideways(axes, names)
     if level is not None:
         axes.axvline(level, color=_MUTED, linewidth=0.8, linestyle=":")
     return _svg(figure, axes, title, named=len(groups) > 1)
 
 
-def stacked(names: Sequence[str], parts: Mapping[str, Sequence[float]], x: str, *, title: str) -> str:
-    """A bar for each name, made of parts behind each other."""
+def stacked(names: Sequence[str], parts: Mapping[str, Sequence[float]], x: str, *, of: str, title: str) -> str:
+    """A bar for each name, made of parts behind each other. ``x`` and ``of``: as of ``bars``."""
     if missing() or not names or not parts:
         return ""
-    figure, axes = _axes(x, "", max(1.7, 1.1 + 0.38 * len(names)))
+    figure, axes = _axes(x, of, max(1.7, 1.1 + 0.38 * len(names)))
     start = [0.0] * len(names)
     for index, (part, values) in enumerate(parts.items()):
         axes.barh(range(len(names)), values, left=start, height=0.6, color=_SERIES[index % len(_SERIES)], label=part)
         start = [a + b for a, b in zip(start, values, strict=True)]
+    _sideways(axes, names)
+    return _svg(figure, axes, title, named=True)
+
+
+def _sideways(axes: Any, names: Sequence[str]) -> None:
+    """Names down the side, the first on top; few numbers below, since names leave little room for them."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_yticks(range(len(names)), [_shortened(name) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    return _svg(figure, axes, title, named=True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
 
 
 def _shortened(name: str) -> str:
@@ -136,6 +145,8 @@ def _shortened(name: str) -> str:
 def _axes(x: str, y: str, height: float = HEIGHT) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
+    if not x or not y:
+        raise ValueError("an axis has no name")
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_facecolor("none")

@@ -96,8 +96,7 @@ def _memory(found: Profile) -> Html:
             "keys and values a token": _bytes(m.token),
             "keys and values": f"{_bytes(m.held)} for {m.rows} rows of {m.max_len} tokens",
             "captured rounds": _bytes(m.captured) if m.captured else None,
-            "free now": _bytes(m.free),
-            "of": _bytes(m.total),
+            "free now": f"{_bytes(m.free)} of {_bytes(m.total)}" if m.free is not None else None,
             "what fits": f"{fits} further rows of {m.max_len} tokens" if fits is not None else None,
         }
     )
@@ -131,7 +130,9 @@ def _pictures(found: Profile, *, drafts: bool) -> Iterator[tuple[str, str]]:
             "rest": [max(0.0, b - a) * 1e3 for a, b in zip(pure, forwards, strict=True)],
         }
         yield (
-            stacked([f"gamma {g}" for g in shown], parts, "time of a round (ms)", title="a round"),
+            stacked(
+                [str(g) for g in shown], parts, "time of a round (ms)", of="tokens drafted (gamma)", title="a round"
+            ),
             f"A round split in drafting, the target's forward, and the rest: {_name(first)}.",
         )
 
