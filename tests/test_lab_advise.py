@@ -270,7 +270,8 @@ def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
     assert not second.predictions
 
 
-def test_where_there_is_no_time_answers_are_shorter() -> None:
+def test_where_there_is_no_time_answers_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirming, "GRACE", 0.0)
     options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
     texts = [Text("any", (f"the {i} quick brown foxes {i * 7}",)) for i in range(4)]
     settings = AdviseSettings(gammas=(), tokens=36, ignore_eos=True, confirm=1, seconds=0.01)

@@ -26,6 +26,7 @@ __all__ = ["Confirmation"]
 LEAST_BLOCKS = 3  # whatever the time
 MOST_TURNS = 12
 WARM_TOKENS = 24
+GRACE = 15.0  # seconds that the least number of blocks may take, whatever is left: short answers mislead
 LEAST_TOKENS = 32  # of an answer: short ones say more of how drafting begins than of how it goes
 # Of the time, for prompts that were not answered yet. A GPU keeps its time, so that there other prompts say more than
 # the same ones again.
@@ -98,14 +99,14 @@ class Confirmation:
 
     def _fit(self, seconds: Mapping[str, float], budget: Budget) -> bool:
         """Is there time for the least number of blocks?"""
-        return self._needed(seconds) <= budget.left
+        return self._needed(seconds) <= max(budget.left, GRACE)
 
     def _cut(self, seconds: Mapping[str, float], budget: Budget) -> None:
         """Fewer systems, and then shorter answers, until there is."""
         while len(self.systems) > 1 and not self._fit(seconds, budget):
             del self._found[self.systems.popitem()[0]]
         if not self._fit(seconds, budget):
-            share = max(0.0, budget.left) / self._needed(seconds)
+            share = max(budget.left, GRACE) / self._needed(seconds)
             self.tokens = max(min(LEAST_TOKENS, self.tokens), int(share * self.tokens))
 
     def _block(self, number: int, turn: int) -> None:

@@ -99,11 +99,11 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
 using namespace hs;
 
 #if defined(HS_EMULATED_TILES)
-#define HS_WITH_TILES ", emulated tiles"
+#define HS_NAMED(name) (tiles_permitted() ? name ", emulated tiles" : name)
 #else
-#define HS_WITH_TILES " and AMX"
+constexpr bool TILES_PAY = tiles_pay_from(INT8) || tiles_pay_from(INT4) || tiles_pay_from(Q4_K);
+#define HS_NAMED(name) (TILES_PAY && tiles_permitted() ? name " and AMX" : name)
 #endif
-#define HS_NAMED(name) (tiles_permitted() ? name HS_WITH_TILES : name)
 
 // The instructions that this library was compiled to use, and may.
 HS_API const char* hs_instructions() {
