@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Report, log, median
+from common import RESULTS, Report, as_json, log, median
 
 from headstart.lab.bench_record import PLAIN, BenchSettings
 from headstart.lab.benching import Bencher
@@ -122,7 +122,7 @@ def main() -> None:
         benches.append(blocks)
         kept.append(rounds)
         if given.rounds is not None:
-            given.rounds.write_text(json.dumps(kept), encoding="utf-8")
+            given.rounds.write_text(as_json(kept), encoding="utf-8")
         found = judged(benches)
         report.results["blocks"] = [
             [[b.prompt, b.base_tokens, b.base_seconds, b.tokens, b.seconds] for b in blocks] for blocks in benches

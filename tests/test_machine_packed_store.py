@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,29 @@ def test_two_processes_at_once(folder: Path) -> None:
     said = ended(*(start_warm(code, str(folder), **settings) for _ in range(2)))
     assert said[0] == said[1] != ""
     assert compiler.count == 1
+    assert len(copies(folder)) == 1
+
+
+@pytest.mark.parametrize("where", ["while it packs", "while it is kept"])
+def test_ctrl_c_while_it_loads(folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left, no thread goes on, and the next load is as ever."""
+    before = threading.active_count()
+
+    def strike(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def told(text: str) -> None:
+        if where == "while it packs" and text.endswith("%"):
+            strike()
+
+    with monkeypatch.context() as patch:
+        if where == "while it is kept":
+            patch.setattr(packed_store, "make_readable", strike)
+        with pytest.raises(KeyboardInterrupt):
+            opened(folder, progress=told)
+    assert threading.active_count() == before
+    assert copies(folder) == []
+    assert opened(folder).generate("some words", PARAMS).token_ids
     assert len(copies(folder)) == 1
 
 
