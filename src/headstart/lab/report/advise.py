@@ -6,7 +6,7 @@ Knows: how an ``Advice`` is told and drawn. Does not know: how anything was meas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..advice_record import COLUMNS, Advice, Outlook
 from ..statistics import Ratio
@@ -88,6 +88,20 @@ def _lengths(found: Advice) -> Iterator[Html]:
         yield section(title, table(("draft", *(f"gamma {g}" for g in gammas), "auto"), lines_))
 
 
+def _by_length(outlooks: Sequence[Outlook], rows: int, temperature: float) -> list[Series]:
+    """Predicted speed-up by draft length, a line for each draft that has such predictions."""
+    found = []
+    for outlook in outlooks:
+        points = sorted(
+            (int(p.gamma), p.speedup.mid)
+            for p in outlook.predictions
+            if p.gamma != "auto" and (p.rows, p.temperature) == (rows, temperature)
+        )
+        if points:
+            found.append(Series(outlook.name, [x for x, _ in points], [y for _, y in points]))
+    return found
+
+
 def _pictures(found: Advice) -> Iterator[tuple[str, str]]:
     rows, temperature = _cells(found)[0]
     known = [outlook for outlook in found.outlooks if outlook.prediction(rows, temperature) is not None]
@@ -103,19 +117,9 @@ def _pictures(found: Advice) -> Iterator[tuple[str, str]]:
         )
     fixed = [outlook for outlook in known if len(outlook.predictions) > 1]
     if fixed:
-        series = []
-        for outlook in fixed:
-            points = [
-                (int(p.gamma), p.speedup.mid)
-                for p in outlook.predictions
-                if p.gamma != "auto" and (p.rows, p.temperature) == (rows, temperature)
-            ]
-            points.sort()
-            if points:
-                series.append(Series(outlook.name, [x for x, _ in points], [y for _, y in points]))
         yield (
             lines(
-                series,
+                _by_length(fixed, rows, temperature),
                 "draft length gamma (tokens)",
                 "predicted speed-up (times)",
                 title="by gamma",
