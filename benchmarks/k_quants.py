@@ -7,8 +7,8 @@ that keep more of a model; these are by the least and the greatest number, so pe
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,8 +49,9 @@ def q6_k(x: Tensor) -> Tensor:
     return torch.cat([low.flatten(1), high.flatten(1), s.to(torch.uint8), _halves(d)], 1).view(len(x), -1)
 
 
-def _kind(name: str, layers: int) -> gguf.GGMLQuantizationType:
-    kinds = gguf.GGMLQuantizationType
+def _kind(name: str, layers: int) -> Any:
+    from gguf import GGMLQuantizationType as kinds
+
     if name in ("output.weight", "token_embd.weight"):
         return kinds.Q6_K
     if name.endswith(("attn_v.weight", "ffn_down.weight")):
@@ -61,6 +62,8 @@ def _kind(name: str, layers: int) -> gguf.GGMLQuantizationType:
 
 def write_q4_k_m(source: Path, out: Path) -> None:
     """A float16 GGUF file as Q4_K_M."""
+    import gguf  # an extra: machines without it may import this file
+
     reader = gguf.GGUFReader(source)
     fields = reader.fields
     architecture = str(fields["general.architecture"].contents())
