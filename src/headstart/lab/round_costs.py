@@ -201,7 +201,7 @@ def _turn(
             for name, each in blocks.items():
                 if name != plain:
                     found = each.block(length)
-                    behind = blocks[plain].block(0)  # as warm as what it is compared with
+                    behind = blocks[plain].block(0, warm=1, counted=3)
                     _add(seen[name][rows], found, median([*before.seconds, *behind.seconds]))
                     before = behind
         for each in blocks.values():
