@@ -189,11 +189,16 @@ def cells(
         }
         cell |= {"acceptance": outlook.acceptance.get("0"), "costs": outlook.costs.get(str(rows))}
         cell |= {"plain_costs": outlook.costs["plain"].get(str(rows)), "lengths": predicted.lengths}
-        cell |= {"rounds": outlook.ran[rows, 0.0].to_json()}  # as they were when it was measured
+        ran = outlook.ran[rows, 0.0]
+        cell |= {
+            "rounds": ran.to_json(),
+            "answer_tokens": ran.tokens / ran.answers,
+        }  # as they were when it was measured
         pays = predicted.speedup.mid >= PAYS
         agrees = pays == (ratio.value >= PAYS) or abs(ratio.value - PAYS) <= 0.04  # on the line between the two
         found.append(cell | {"advice": "speculate" if pays else "do not speculate", "bench_agrees": agrees})
-        log(f"    advice: {found[-1]['advice']}; bench agrees: {agrees}")
+        length = f"answers of {cell['answer_tokens']:g} tokens"
+        log(f"    advice: {found[-1]['advice']}; bench agrees: {agrees}; {ratio.blocks} blocks, {length}")
     return found
 
 

@@ -30,8 +30,14 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
     saved, cache = tmp_path / "saved.json", tmp_path / "cache"
     arguments = ("chat", "-m", tiny_folder, "-n", "3000", "-t", "0", "--plain")  # greedy, this model never ends
     cold = {"HEADSTART_CACHE": str(cache), "CXX": str(Compiler(tmp_path / "compiler").path)}
+    history = cache / "chat_history"
+    for line in ("Typed in the session before", "and the last line of it"):
+        History(pytest.fail, history).add(line)
     with Terminal(*arguments, **cold) as terminal:
         terminal.wait_for(PROMPT)
+        terminal.send(UP + UP)
+        terminal.wait_for("Typed in the session before")
+        terminal.send("\x15")  # Ctrl-U clears the line
         terminal.send("/nonsense\r")
         terminal.wait_for("no command /nonsense")
         terminal.wait_for(PROMPT)
@@ -83,14 +89,9 @@ def test_keys_and_interruptions_on_a_terminal(tiny_folder: str, tmp_path: Path) 
     assert asked == {"role": "user", "content": "Hello\nthere"}
     assert answered["role"] == "assistant"
     assert 15 < len(answered["content"]) < 3000
-    history = cache / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    with Terminal("chat", "-m", tiny_folder, **cold) as terminal:
-        terminal.wait_for(PROMPT)
-        terminal.send(UP + UP)  # typed in the session before
-        terminal.wait_for(r"And more\?")
-        assert terminal.end("\x15" + CTRL_D) == 0  # Ctrl-U clears the line
-        assert "Traceback" not in terminal.shown
+    assert "And more?" in map(json.loads, history.read_text().splitlines()), "for the next session"
+    assert "Traceback" not in terminal.shown
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 import pytest
 
@@ -127,3 +128,16 @@ def test_what_is_not_measured_does_not_drift_on_a_noisy_machine(noise: float) ->
             found.append(costs.table(1)[1][1] / costs.table(1)[0][1])
     assert min(found) >= 1
     assert max(found) < 4
+
+
+@pytest.mark.parametrize(("noise", "gap"), [(0.0, 0.0), (0.15, 0.0), (0.0, 0.3), (0.1, 0.3)])
+def test_beginning_to_draft_costs_what_it_costs_and_not_the_noise(noise: float, gap: float) -> None:
+    """Guesses that come alone, as lookup's do: now and then a round is stalled, and that is no price of the change."""
+    chance, costs, wide, found = random.Random(3), Costs(), False, []
+    for _ in range(600):
+        before, wide = wide, chance.random() < 0.3
+        stall = 2.5 if chance.random() < 0.04 else 1.0
+        took = (1.2 if wide else 1.0) + gap * (wide != before)
+        costs.add(1, 2 if wide else 1, took * stall * chance.lognormvariate(0, noise))
+        found.append(costs.switch)
+    assert median(found[100:]) == pytest.approx(gap, abs=0.055)

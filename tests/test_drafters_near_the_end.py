@@ -33,7 +33,7 @@ from headstart.types import Request, Round
 LONGEST = 40
 GAMMA = 5
 # Prompt lengths of rows that run together: far from the end, near it, and one token before it.
-TOGETHER = [(3, 36), (36, 3), (2, 39), (30, 37), (38, 3, 35), (5, 39, 39), (4, 33, 34, 36), (39, 38, 37, 3)]
+TOGETHER = [(22, 36), (36, 22), (21, 39), (30, 37), (38, 22, 35), (24, 39, 39), (23, 33, 34, 36), (39, 38, 37, 22)]
 POSITIONS = {"llama": "max_position_embeddings", "gpt2": "n_positions"}
 
 
@@ -97,7 +97,7 @@ def test_a_draft_model_stays(architecture: str, gamma: int) -> None:
         params = {"temperature": 0.8, "seed": 4, "verification": "coupled"} if i % 2 else {}
         seen = served_together(llm.engine, plain, lengths, **params)
         within_reach(seen, lengths)
-        if min(lengths) < 10:
+        if min(lengths) < 25:
             assert max(r.drafted for r in seen) == gamma
 
 

@@ -17,7 +17,7 @@ from headstart import LLM, SamplingParams
 from headstart.testing import ScriptedDrafter
 from headstart.types import DraftView, Proposal
 
-K, LENGTH, SAMPLES = 3, 2, 200
+K, LENGTH, SAMPLES = 3, 2, 140
 Law = dict[tuple[int, ...], float]
 
 
@@ -89,7 +89,7 @@ def test_sampling_on_the_real_model(embedded: LLM, rule: str) -> None:
         embedded.engine.parts.runner.model,  # type: ignore[attr-defined]
         drafter(prompt, after),
         gamma=2,
-        max_rows=40,
+        max_rows=35,
         max_model_len=16,
         check=False,
     )

@@ -131,7 +131,7 @@ def answered(plain: LLM, params: list[SamplingParams]) -> list[Completion]:
     return _ANSWERED[key]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 4])  # five come: one at a time, and four with one that waits
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("overlap", [False, True])
@@ -166,7 +166,7 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 4])  # five come: one at a time, and four with one that waits
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_everything_a_request_can_ask_for(plain: LLM, gamma: int, rows: int) -> None:
     """Penalties, bias, min_tokens, log-probabilities and switched-off speculation, all in the same rounds."""

@@ -100,10 +100,9 @@ def test_greedy_equals_hugging_face(architecture: str) -> None:
         for gamma in (1, 3, 8) if kind != "tree" else (8,):
             for batch in (1, 5):
                 llm = made(architecture, kind, gamma, batch)
-                for count in [batch] if batch == 5 else [1, 2]:
-                    answers = llm.generate(prompts(count), params)
-                    got = [a.token_ids for a in answers]
-                    assert got == expected[:count], (kind, gamma, batch)
+                count = max(2, batch)  # two on one row: one after the other
+                got = [a.token_ids for a in llm.generate(prompts(count), params)]
+                assert got == expected[:count], (kind, gamma, batch)
                 accepted += llm.stats.accepted
     assert accepted > 40, "hardly anything was accepted, so hardly anything was tested"
 

@@ -12,7 +12,7 @@ import pytest
 
 from headstart.drafters.base import Drafter
 from headstart.errors import InvalidParameter
-from headstart.lab import advise, confirming, page_of
+from headstart.lab import advise, advising, confirming, page_of
 from headstart.lab import candidates as room
 from headstart.lab.advice_record import COLUMNS, AdviseSettings, Outlook
 from headstart.lab.advising import Adviser
@@ -192,6 +192,13 @@ def test_figures_of_a_candidate() -> None:
 # -- all of it ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few draft lengths, once each: what rounds cost is nothing that these tests look at."""
+    monkeypatch.setattr(advising, "LENGTHS", (0, 1, 3))
+    monkeypatch.setattr(advising, "TURNS", 1)
+
+
 def test_settings_are_checked() -> None:
     for wrong in ({"rows": (0,)}, {"temperatures": ()}, {"gammas": (0,)}, {"tokens": 2}, {"confirm": -1}):
         with pytest.raises(InvalidParameter):
@@ -200,6 +207,7 @@ def test_settings_are_checked() -> None:
         advise(gamma=3)
 
 
+@pytest.mark.usefixtures("short_sweeps")
 def test_advice_on_tiny_models() -> None:
     target, draft = (tiny_model("llama", max_position_embeddings=512) for _ in "td")
     other = tiny_model("llama", max_position_embeddings=64)  # too short a context: refused in a sentence
@@ -249,6 +257,7 @@ class Broken(Drafter):
         return 0
 
 
+@pytest.mark.usefixtures("short_sweeps")
 def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sibling = System.sibling
 
@@ -270,6 +279,7 @@ def test_a_candidate_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
     assert not second.predictions
 
 
+@pytest.mark.usefixtures("short_sweeps")
 def test_where_there_is_no_time_answers_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confirming, "GRACE", 0.0)
     options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)
@@ -282,6 +292,7 @@ def test_where_there_is_no_time_answers_are_shorter(monkeypatch: pytest.MonkeyPa
     assert found.notes == ("answers that confirm were cut to 32 tokens, for want of time",)
 
 
+@pytest.mark.usefixtures("short_sweeps")
 def test_ctrl_c_leaves_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first candidate, and in the middle of confirming."""
     options = SystemOptions(model=tiny_model("llama"), tokenizer=tiny_tokenizer(), quantization=None, check=False)

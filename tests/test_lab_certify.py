@@ -27,12 +27,12 @@ from headstart.lab.certifying.engines import Engines
 from headstart.lab.certifying.evidence import Plan
 from headstart.lab.certifying.laws import first_tokens, passed, places
 from headstart.lab.certifying.running import Asked, answers
-from headstart.lab.certifying.truth import clocks, target_law, truth_of
+from headstart.lab.certifying.truth import Truth, clocks, target_law, truth_of
 from headstart.machine.slab_layer import SlabLayer
 from headstart.maths import distribution, verify
 from headstart.maths.chance import CounterChance
 from headstart.testing import tiny_model, tiny_tokenizer
-from headstart.types import SamplingParams, silent
+from headstart.types import SamplingParams, TokenLogprob, silent
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 PROMPTS = [(5, 9, 30, 5, 9, 30, 5), (40, 41, 42), (7, 8, 9, 60, 61, 62, 63)]
@@ -280,6 +280,50 @@ def test_wrong_log_probabilities_and_a_wrong_token_are_seen(examiner: Examiner) 
     assert audited(replace(answer, logprobs=(*answer.logprobs[:3], lie, *answer.logprobs[4:])), examiner.truth).wrong
     assert audited(tampered([answer], examiner.truth), examiner.truth).wrong
     assert "It does not hold" in page_of(replace(_certificate(examiner), checks=()))
+
+
+@pytest.mark.parametrize(
+    ("behind", "by_kernels", "wrong"),
+    [
+        (0.1, 0.1, 0),  # within rounding of the best (0.125)
+        (0.2, 0.0, 0),  # not so, but right by the engine's own kernels
+        (0.2, 0.2, 1),  # wrong by both
+        (0.3, 0.0, 1),  # so far off that nothing excuses it
+    ],
+)
+def test_kernels_that_round_otherwise_are_asked_too(behind: float, by_kernels: float, wrong: int) -> None:
+    """Token 1 is so far behind token 0 by the plain pass, and by the engine's kernels."""
+
+    def said(gap: float) -> Any:
+        return lambda text, keep: torch.tensor([[10.0, 10.0 - gap, 0.0, 0.0]]).expand(keep, 4)
+
+    truth = Truth("", False, 2.0**-8, 2.0, 4, 0.0, said(behind), said(by_kernels))
+    found = audited(Answer((2, 3), SamplingParams(temperature=0, max_tokens=2), (0, 1)), truth)
+    assert (found.wrong, found.positions, found.ties) == (wrong, 2, 1 - wrong)
+
+
+@pytest.mark.parametrize(("by_kernels", "wrong"), [(0.4, 0), (0.0, 1), (0.6, 1)])
+def test_so_they_are_about_log_probabilities(by_kernels: float, wrong: int) -> None:
+    """One is told 0.4 off, where 0.25 is rounding; the engine's own kernels are so far off, or not at all."""
+
+    def said(more: float) -> torch.Tensor:
+        return torch.tensor([0.0, 9.0, -3.0 + more, 0.0])
+
+    truth = Truth(
+        "",
+        False,
+        2.0**-8,
+        2.0,
+        4,
+        0.0,
+        lambda t, keep: said(0).expand(keep, 4),
+        lambda t, keep: said(by_kernels).expand(keep, 4),
+    )
+    off = 0.4 if by_kernels < 0.5 else by_kernels
+    told = said(off).log_softmax(0)
+    logprobs = (TokenLogprob(1, float(told[1]), {2: float(told[2])}),)
+    answer = Answer((0, 3), SamplingParams(temperature=0, max_tokens=1, logprobs=1), (1,), logprobs=logprobs)
+    assert audited(answer, truth).wrong == wrong
 
 
 def test_prompts_that_cannot_be_read_in_are_left_out(options: SystemOptions) -> None:

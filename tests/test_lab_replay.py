@@ -11,8 +11,9 @@ import torch
 from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
 from headstart.lab.agreement import Agreement, Written
+from headstart.lab.guesses import ByAgreement, View, ends_each
 from headstart.lab.predict import Draft, predict, write
-from headstart.lab.replay import ByAgreement, Played, View, ends_each, replay
+from headstart.lab.replay import Played, replay
 from headstart.lab.round_costs import RoundCosts, RowCosts
 from headstart.lab.system import System
 from headstart.machine.head import save_head
@@ -168,6 +169,22 @@ def test_a_round_that_is_not_launched_ahead_waits_for_the_host() -> None:
     assert both.seconds == pytest.approx(8 * 1.5 + 0.5 * (1 + 4))
     plain = replay([good[0]], None, None, RoundCosts({1: waiting}, buckets=(1,)), rows=1)
     assert plain.seconds == pytest.approx(16 + 0.5)
+
+
+def test_the_controller_is_told_times_that_scatter_and_the_clock_does_not() -> None:
+    text, agreement = simple("1" * 41)
+    told: list[Round] = []
+
+    class Listening(FixedController):
+        def observe(self, rounds: Sequence[Round]) -> None:
+            told.extend(record for record in rounds if not record.prefill)
+
+    noisy = RoundCosts({1: replace(FLAT, scatter=(0.5, 2.0))})
+    found = replay([text], ByAgreement({text: agreement}, None), Listening(1), noisy, rows=1)
+    assert found.seconds == pytest.approx(played("1" * 41, 1).seconds)
+    times = {round(record.round_seconds / 1.2, 6) for record in told if record.width == 2}
+    assert times == {0.5, 2.0}
+    assert all(record.draft_seconds == pytest.approx(0.125 * record.round_seconds) for record in told if record.drafted)
 
 
 def test_plain_rounds_cost_plain_rounds() -> None:

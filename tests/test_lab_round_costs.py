@@ -84,6 +84,25 @@ def test_a_sweep_measures_every_length_and_leaves_nothing_behind() -> None:
             assert not system.engine.parts.runner.slab.ready_keys
 
 
+def test_with_little_room_every_length_is_measured_by_fewer_rounds() -> None:
+    """As many plain rounds as others, and none of them behind the end of a row."""
+    options = {"quantization": None, "draft_quantization": None, "max_model_len": 64, "max_rows": 1, "check": False}
+    target = tiny_model("llama")
+    with (
+        System.open(model=target, draft=None, **options) as plain,
+        System.open(model=target, draft=Filler(), **options) as filler,
+    ):
+        lengths = (0, 1, 2, 3, 4, 6, 8, 10)
+        found = measure_rounds({"plain": plain, "filler": filler}, [[5, 6, 7, 8]], lengths=lengths, turns=1)
+        assert [width for width, _, _ in found["filler"].rows[1].forwards] == [length + 1 for length in lengths]
+        blocks = _Blocks(plain, [[5, 6, 7, 8]])
+        blocks.begin()
+        assert blocks.fitting(7) == (2, 5)
+        assert blocks.fitting(9) == (1, 5)
+        assert blocks.fitting(40) == (1, 1)
+        blocks.end()
+
+
 def test_a_controller_that_is_replaced_comes_back() -> None:
     controller = GreedyAndSampled(FixedController(3), FixedController(2))
     with controller.replaced(FixedController(0)):

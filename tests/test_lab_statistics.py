@@ -36,33 +36,30 @@ def truth() -> float:
     return sum(seconds.values()) / sum(seconds[prompt] / speed for prompt, speed in TRUE.items())
 
 
+def held(turns: int, noise: float, spells: float, times: int = 400, **more: float) -> tuple[float, float]:
+    """How often the interval of such measurements holds the true value, and its median width."""
+    random, found = Random(turns), []
+    for _ in range(times):
+        each = ratio(blocks(random, turns, noise, spells, **more))
+        assert each is not None
+        assert each.interval is not None
+        found.append(each.interval)
+    return sum(interval.holds(truth()) for interval in found) / times, median(interval.width for interval in found)
+
+
 @pytest.mark.parametrize(("turns", "spells"), [(3, 0.0), (6, 0.0), (4, 0.6), (8, 0.6)])
 def test_the_interval_holds_the_true_value_as_often_as_it_says(turns: int, spells: float) -> None:
-    random = Random(turns)
-    held, widths = 0, []
-    for _ in range(400):
-        found = ratio(blocks(random, turns, 0.05, spells))
-        assert found is not None
-        assert found.interval is not None
-        held += found.interval.holds(truth())
-        widths.append(found.interval.width)
-    assert held / 400 > 0.84
-    assert median(widths) < 0.12
+    share, width = held(turns, 0.05, spells)
+    assert share > 0.84
+    assert width < 0.12
 
 
 @pytest.mark.parametrize(("turns", "spells", "moving"), [(3, 0.9, 0.03), (4, 0.97, 0.02), (8, 0.98, 0.02)])
 def test_it_does_so_where_the_machine_changes_slowly(turns: int, spells: float, moving: float) -> None:
     """Spells as long as the whole measurement, which it cannot see: half a second a block, a minute a spell."""
-    random = Random(turns)
-    held, widths = 0, []
-    for _ in range(400):
-        found = ratio(blocks(random, turns, 0.03, spells, moving=moving, scale=0.2))
-        assert found is not None
-        assert found.interval is not None
-        held += found.interval.holds(truth())
-        widths.append(found.interval.width)
-    assert held / 400 > 0.87
-    assert median(widths) < 0.11
+    share, width = held(turns, 0.03, spells, moving=moving, scale=0.2)
+    assert share > 0.87
+    assert width < 0.11
 
 
 def test_what_slows_both_down_is_no_part_of_the_interval() -> None:

@@ -106,10 +106,14 @@ class Costs:
         cell = cells.setdefault(width, _Cell())
         changed, self._drafted = self._drafted != (width > 1), width > 1
         if len(cell.seen) >= 3:
-            if changed and seconds > cell.value * self.level:
-                self._switches.append(min(seconds / self.level - cell.value, cell.value))
-                cell.last = self._clock
-                return
+            if changed:
+                # Over a usual round of this width, and less than that counts, too: what only ever adds up would be
+                # noise, and on a noisy machine each guess that comes alone would seem to cost a round.
+                usual = median(cell.seen)
+                self._switches.append(min(max(seconds / self.level - usual, -usual), usual))
+                if seconds > cell.value * self.level:
+                    cell.last = self._clock
+                    return
             self._follow(seconds / self.level / median(cell.seen), cells, width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
         for wide, old in cells.items():
@@ -165,7 +169,7 @@ class Costs:
     @property
     def switch(self) -> float:
         """Seconds that beginning to draft, and ending it, take each."""
-        return median(self._switches) * self.level
+        return max(0.0, median(self._switches)) * self.level
 
     @property
     def token(self) -> float:

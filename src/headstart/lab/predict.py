@@ -27,7 +27,8 @@ from ..maths.cost import tau
 from ..sampling import SamplingParams, Verification
 from ..types import Request
 from .agreement import Agreement, Written, by_place, of_head, of_model
-from .replay import ByAgreement, ByDrafter, Ends, Guesses, Played, TogetherWith, View, ends_each, ends_together, replay
+from .guesses import ByAgreement, ByDrafter, Ends, Guesses, TogetherWith, View, ends_each, ends_together
+from .replay import Played, replay
 from .round_costs import RoundCosts
 from .statistics import Interval, quantile
 from .system import System
@@ -159,9 +160,8 @@ class Draft:
                 if not cold:  # as in service: what was learnt before stays
                     first = texts[: max(WARM, rows)]
                     replay(first, guesses, self.controller, self.costs, rows=rows, rule=rule)
-                return replay(
-                    texts, guesses, self.controller, self.costs, rows=rows, rule=rule, cold=reset if cold else None
-                )
+                begin = reset if cold else None
+                return replay(texts, guesses, self.controller, self.costs, rows=rows, rule=rule, cold=begin, seed=seed)
             finally:
                 self.system.cold()
 

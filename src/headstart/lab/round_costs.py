@@ -9,7 +9,6 @@ rounds of that very turn: what slows the machine down for a while falls on all a
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from ..maths.cost import CostModel, Point, by_width, slope, start_and_step, with
 from ..sampling import SamplingParams
 from ..types import DraftView, Proposal, Request, Round
 from .system import System
+from .turns import uncollected
 
 __all__ = ["Filler", "RoundCosts", "RowCosts", "measure_rounds"]
 
@@ -31,6 +31,7 @@ WARM = 2  # rounds of a block that are not counted: what changes between blocks 
 COUNTED = 5
 ENOUGH = 0.6  # seconds of a block, where two of its rounds are counted
 LEAST = 4  # draft lengths that are measured in any turn
+SPARE = 4  # tokens of an answer that no block takes: a row that ends in the middle of one spoils it
 SHORT = 4  # requests that end soon, to see rounds that are not launched ahead
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10)
 _TINY = 1e-9  # as the least chance to draft on: nothing is that unlikely, so drafts have their full length
@@ -76,6 +77,7 @@ class RowCosts:
     prefill: float = 0.0  # of the target, for a token of these rows' prompts, read together
     reading: float = 0.0  # of the drafter, for such a token, which it did not read yet
     gap: float = 0.0  # that a captured round takes longer if it is not launched before the last one is read
+    scatter: tuple[float, ...] = (1.0,)  # of single rounds, in the order of time: what each took, over what is usual
 
     def forward(self, width: int) -> float:
         last, seconds, _ = self.forwards[-1]
@@ -114,6 +116,10 @@ class RoundCosts:
         """What a captured round takes longer that was not launched ahead: the device waits for the host."""
         return self._between(rows, lambda costs: costs.gap)
 
+    def scatter(self, rows: int) -> tuple[float, ...]:
+        """What single rounds took, over what is usual: of the measured number of rows nearest to this."""
+        return self.rows[min(self.rows, key=lambda known: abs(known - rows))].scatter
+
     def plain(self, rows: int) -> float:
         return self.forward(rows, 1)
 
@@ -147,6 +153,7 @@ class _Seen:
     reading: list[float] = field(default_factory=list)  # of a token
     prefill: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    rounds: list[tuple[int, float]] = field(default_factory=list)  # width and seconds of each, in the order of time
 
 
 def measure_rounds(
@@ -187,29 +194,25 @@ def _turn(
     late: Callable[[], bool],
 ) -> None:
     blocks = {name: _Blocks(system, lines) for name, system in systems.items()}
-    gc.collect()
-    gc.disable()
-    try:
+    with uncollected(), ExitStack() as ends:
         for each in blocks.values():
+            ends.callback(each.end)
             each.begin()
-        # Draft lengths in turn, and within each all systems, with plain rounds between all of them: each block is
-        # counted in the plain rounds before and behind it.
-        before = blocks[plain].block(0)
+        # Draft lengths in turn, within each all systems, and plain rounds between all of them: each block is counted in
+        # those before and behind it. They are as many, because an engine's first rounds behind another's are slow.
+        rounds = blocks[plain].fitting(1 + len(lengths) * (len(systems) - 1))
+        before = blocks[plain].block(0, *rounds)
         for number, length in enumerate(_telling_first(lengths)):
             if number >= LEAST and late():
                 break
             for name, each in blocks.items():
                 if name != plain:
-                    found = each.block(length)
-                    behind = blocks[plain].block(0, warm=1, counted=3)
+                    found = each.block(length, *rounds)
+                    behind = blocks[plain].block(0, *rounds)
                     _add(seen[name][rows], found, median([*before.seconds, *behind.seconds]))
                     before = behind
         for each in blocks.values():
             each.wait_for_host(min((n for n in lengths if n > 1), default=max(lengths)))
-    finally:
-        gc.enable()
-        for each in blocks.values():
-            each.end()
     unit = median(blocks[plain].plain)
     units[rows].append(unit)
     for name, each in blocks.items():
@@ -228,6 +231,7 @@ def _telling_first(lengths: Sequence[int]) -> list[int]:
 def _add(seen: _Seen, block: _Block, unit: float) -> None:
     if block.seconds:
         seen.forwards[block.width].append(median(block.seconds) / unit)
+        seen.rounds += [(block.width, seconds) for seconds in block.seconds]
     if block.drafting:
         seen.drafts[block.width - 1].append(median(block.drafting) / unit)
 
@@ -255,17 +259,18 @@ class _Blocks:
         self._sweep = _Sweep()
         self._records: list[list[Round]] = []
         self._drafted = False
+        self._open = ExitStack()
+        self._room = 0  # tokens of an answer
 
     def begin(self) -> None:
         system, engine = self.system, self.system.engine
         system.cold()
-        self._open = ExitStack()
         controller = engine.parts.controller
         assert isinstance(controller, GreedyAndSampled), "costs are measured of systems that choose their draft length"
         self._open.enter_context(controller.replaced(self._sweep))
         self._open.enter_context(system.listen(self._records.append))
-        room = system.max_len - max(map(len, self.lines)) - 1
-        params = SamplingParams(temperature=0, max_tokens=min(self.LONG, room), ignore_eos=True)
+        self._room = min(self.LONG, system.max_len - max(map(len, self.lines)) - 1)
+        params = SamplingParams(temperature=0, max_tokens=self._room, ignore_eos=True)
         started = perf_counter()
         for i, line in enumerate(self.lines):
             engine.submit(Request(f"rounds-{i}", tuple(line), params))
@@ -274,6 +279,11 @@ class _Blocks:
         read = [records for records in self._records if records[0].prefill]
         seconds = sum(records[0].round_seconds for records in read) or perf_counter() - started
         self.prefill.append(seconds / sum(map(len, self.lines)))
+
+    def fitting(self, blocks: int) -> tuple[int, int]:
+        """Rounds of each of so many plain blocks that are not counted, and that are: as many as there is room for."""
+        fit = (self._room - SPARE) // blocks
+        return (WARM, COUNTED) if fit >= WARM + COUNTED else (1, max(1, fit - 1))
 
     def block(self, gamma: int, warm: int = WARM, counted: int = COUNTED) -> _Block:
         """Rounds with drafts of ``gamma`` tokens. A drafter that catches up does so in the first."""
@@ -346,7 +356,9 @@ def _costs(system: System, found: Mapping[int, _Seen], units: Mapping[int, Seque
         reading = unit * median(seen.reading) if seen.reading else 0.0
         prefill = unit * median(seen.prefill) if seen.prefill else 0.0
         gap = max(0.0, unit * median(seen.gaps)) if seen.gaps else 0.0
-        each[count] = RowCosts(points, start, step, prefill, reading, gap)
+        usual = {width: seconds for width, seconds, _ in points}
+        scatter = tuple(seconds / usual[width] for width, seconds in seen.rounds) or (1.0,)
+        each[count] = RowCosts(points, start, step, prefill, reading, gap, scatter)
     on_device = captured is not None and captured.drafting
     return RoundCosts(
         each,

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -26,7 +26,7 @@ from ..engine.handle import Handle
 from ..types import Choice, Request, Round, SamplingParams
 from .figures import Measured
 
-__all__ = ["Answer", "Run", "in_turn", "side_by_side"]
+__all__ = ["Answer", "Run", "in_turn", "side_by_side", "uncollected"]
 
 STRIDE = 8  # tokens of each answer that an engine writes before another has its turn: caches stay warm for most of them
 
@@ -174,13 +174,13 @@ def in_turn(runs: Mapping[str, Run]) -> dict[str, list[Answer]]:
     """The answers of each. If it is interrupted or fails, every engine is left idle."""
     if len({id(run.engine) for run in runs.values()}) != len(runs):
         raise ValueError("two runs share an engine")
-    gc.collect()
     try:
-        if any(run.engine.parts.runner.device.type == "cuda" for run in runs.values()):
-            for run in runs.values():
-                _whole(run)
-        else:
-            _by_steps(list(runs.values()))
+        with uncollected():
+            if any(run.engine.parts.runner.device.type == "cuda" for run in runs.values()):
+                for run in runs.values():
+                    _whole(run)
+            else:
+                _by_steps(list(runs.values()))
     except BaseException:
         for run in runs.values():
             run.abort()
@@ -188,6 +188,20 @@ def in_turn(runs: Mapping[str, Run]) -> dict[str, list[Answer]]:
     for run in runs.values():
         run.end()
     return {name: run.answers for name, run in runs.items()}
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python collects no garbage within, which would fall on one engine. What is young is collected before: to look at
+    everything takes as long as many rounds."""
+    on = gc.isenabled()
+    gc.collect(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def side_by_side(runs: Mapping[str, Run]) -> dict[str, float]:

@@ -30,10 +30,11 @@ from .advising import Adviser
 from .agreement import Agreement, Written
 from .budget import Budget
 from .grow import SHAPES, grow
+from .guesses import ByAgreement
 from .machine_facts import machine, memory
 from .predict import write
 from .record import Record
-from .replay import ByAgreement, replay
+from .replay import replay
 from .round_costs import LENGTHS, RoundCosts, measure_rounds, told
 from .statistics import Ratio
 from .system import System, SystemOptions

@@ -6,7 +6,9 @@ know: how the answers were made.
 If each token is what the target puts after those before it, the whole answer is the one that decoding by plain forward
 passes gives: there is no need to decode it a second time. Where the target's numbers are rounded (bfloat16, or other
 kernels than the engine's), the best two candidates can change places: a token that is within rounding of the best is a
-near-tie, and counted.
+near-tie, and counted. What is further off, but not twice as far, is held against the engine's own kernels too, a token
+at a time over fresh keys and without drafts: if it is right there, the two references differ and not the answer (an
+int8 target's prompts are read with weights that were rounded once more).
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...types import Grammar, SamplingParams, TokenLogprob
+from ...types import Grammar, Mask, SamplingParams, TokenLogprob
 from .truth import Truth, clocks, cuts, processed, target_law
 
 __all__ = ["Answer", "Audit", "audited", "tampered"]
 
 RACE = 2e-4  # of a score, relative: float32 probabilities against float64 ones
 LOGPROBS = 2e-3  # of a log-probability, where the logits are the same bits; rounding is added
+AT_MOST = 2.0  # times what rounding explains: what is further off is wrong, whatever the engine's own kernels say
 _NOTHING = 1e-9  # float64's own rounding
 SHOWN = 5  # wrong tokens that a certificate names
 
@@ -72,24 +75,36 @@ def audited(answer: Answer, truth: Truth) -> Audit:
     prompt, params, tokens = answer.prompt, answer.params, answer.tokens
     if not tokens:
         return Audit(answers=1)
-    logits = truth.after([*prompt, *tokens], len(prompt))
+    text, start = [*prompt, *tokens], len(prompt)
+    logits, own = truth.after(text, start), None
     found = Audit(answers=1)
     grammar = answer.grammar.begin(endings=answer.endings, min_tokens=params.min_tokens) if answer.grammar else None
     for at, token in enumerate(tokens):
-        row, output = logits[at], list(tokens[:at])
         mask = grammar.mask(()) if grammar is not None else None
-        x = processed(row, params, prompt, output, answer.endings, mask)
-        tie = truth.tie(row.astype(np.float64)) * max(params.repetition_penalty, 1 / params.repetition_penalty)
-        if params.greedy:
-            gap, allowed = float(x.max() - x[token]), tie
-        else:
-            gap, allowed = _race_gap(x, answer, token, at, tie), tie / params.temperature + RACE
-        found += _judged(gap, allowed, token, at, answer)
-        if answer.logprobs is not None:
-            found += _logprob(answer.logprobs[at], row.astype(np.float64), truth, tie, at)
+        each = _token(answer, at, logits[at], mask, truth)
+        if each.wrong and truth.narrow is not None:
+            further = _token(answer, at, logits[at], mask, truth, AT_MOST)
+            if not further.wrong:
+                own = own if own is not None else truth.by_kernels(text, start)
+                each = each if _token(answer, at, own[at], mask, truth).wrong else further
+        found += each
         if grammar is not None:
             grammar.take(token)
     return found
+
+
+def _token(answer: Answer, at: int, row: np.ndarray, mask: Mask | None, truth: Truth, times: float = 1.0) -> Audit:
+    """One token of an answer, and the log-probabilities told with it, against the target's logits [V] at its place.
+    ``times``: how much further off than rounding explains it may be."""
+    params, token = answer.params, answer.tokens[at]
+    x = processed(row, params, answer.prompt, list(answer.tokens[:at]), answer.endings, mask)
+    tie = times * truth.tie(row.astype(np.float64)) * max(params.repetition_penalty, 1 / params.repetition_penalty)
+    if params.greedy:
+        gap, allowed = float(x.max() - x[token]), tie
+    else:
+        gap, allowed = _race_gap(x, answer, token, at, tie), tie / params.temperature + RACE
+    found = _judged(gap, allowed, token, at)
+    return found if answer.logprobs is None else found + _logprob(answer.logprobs[at], row.astype(np.float64), tie, at)
 
 
 def _race_gap(x: np.ndarray, answer: Answer, token: int, at: int, tie: float) -> float:
@@ -107,7 +122,7 @@ def _race_gap(x: np.ndarray, answer: Answer, token: int, at: int, tie: float) ->
     return max(0.0, math.log(scores.max() / scores[-1])) if scores[-1] > 0 else math.inf
 
 
-def _judged(gap: float, allowed: float, token: int, at: int, answer: Answer) -> Audit:
+def _judged(gap: float, allowed: float, token: int, at: int) -> Audit:
     if gap <= _NOTHING:
         return Audit(positions=1)
     if gap <= allowed:
@@ -116,7 +131,7 @@ def _judged(gap: float, allowed: float, token: int, at: int, answer: Answer) -> 
     return Audit(positions=1, wrong=1, first_wrong=(told,))
 
 
-def _logprob(told: TokenLogprob, row: np.ndarray, truth: Truth, tie: float, at: int) -> Audit:
+def _logprob(told: TokenLogprob, row: np.ndarray, tie: float, at: int) -> Audit:
     """The log-probabilities told with a token against those of the plain pass, before any processing."""
     top = float(row.max())
     total = top + math.log(float(np.exp(row - top).sum()))

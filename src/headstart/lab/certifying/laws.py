@@ -126,7 +126,9 @@ def _excused(
     chances: dict[Cell, Floats] = {}
     for prefix in named:
         text = [*prompt, *prefix]
-        chances[prefix] = target_law(processed(truth.by_kernels(text), params, prompt, list(prefix)), params).p
+        chances[prefix] = target_law(
+            processed(truth.by_kernels(text, len(text))[0], params, prompt, list(prefix)), params
+        ).p
     other = _cells(chances, named, max(map(len, law)))
     distance = sum((other[cell] - chance) ** 2 / chance for cell, chance in law.items() if chance > RARE)
     return min(MOST_EXCUSED, TWICE * TWICE * distance)

@@ -53,10 +53,10 @@ class Truth:
         found: NDArray[np.float32] = self.run(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
         return found
 
-    def by_kernels(self, text: Sequence[int]) -> NDArray[np.float32]:
-        """What ``after`` says of the next token [size], by the engine's own kernels. Only where these are not exact."""
+    def by_kernels(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
+        """What ``after`` says, by the engine's own kernels. Only where these are not exact."""
         assert self.narrow is not None
-        found: NDArray[np.float32] = self.narrow(text, 1)[-1, : self.size].numpy()
+        found: NDArray[np.float32] = self.narrow(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
         return found
 
     def tie(self, row: Floats) -> float:
