@@ -94,8 +94,8 @@ class Compilers(Generic[T]):
         return job.future
 
     def pause(self, future: Future[T]) -> float:
-        """How long who waits for this may sleep: until there may be a place for it; what has begun, until it is slow and
-        gives its place up. Its end is told by the future itself."""
+        """How long who waits for this may sleep: until there may be a place for it; once it has begun, until it is slow
+        and gives its place up. Its end is told by the future itself."""
         return PAUSE + (SLOW if future.running() else 0.0)
 
     def tend(self) -> None:

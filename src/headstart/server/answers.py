@@ -66,7 +66,7 @@ class Writer:
         return found
 
     def text_chunk(self, number: int, pieces: Sequence[Piece]) -> bytes | None:
-        """``chunks`` as JSON where a round wrote nothing but text; None: there is more to say. Most chunks of most streams
+        """``chunks`` as JSON where a round wrote nothing but text; None: there is more to say. Most chunks of a stream
         are of this kind and differ in their text only: built anew, each takes the event loop several times as long."""
         if pieces[-1].finish_reason is not None or not self._plain:
             return None
