@@ -317,6 +317,17 @@ def test_free_guesses_are_asked_for_while_costly_ones_rest() -> None:
     assert rested > 10
 
 
+def test_the_one_that_drafts_alone_is_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two choices of one prompt have as much to read; one of them has all that is forced, and no room for a guess."""
+    controller = AdaptiveController(8)
+    controller.meet(free=False, ends_itself=False)
+    controller._behind = {"a": 500, "b": 500, "c": 900}
+    for affordable, expected in ((1, [0, 1, 0]), (0, [0, 0, 0])):
+        answers = iter([0, affordable])  # not all together; one alone
+        monkeypatch.setattr(controller, "_choose", lambda *_, answers=answers: next(answers))
+        assert controller.budgets([View("a"), View("b"), View("c")], [0, 3, 3]) == expected
+
+
 def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller = AdaptiveController(10)
     play(controller, holds=0.5, cost=FLAT, rounds=10)
