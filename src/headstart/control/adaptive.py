@@ -303,7 +303,7 @@ class AdaptiveController:
         """The draft length that gives the most tokens a second over all rows, or a probe, or 0."""
         tokens, rows = round_tokens(chances), len(chances)
         forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
-        if not forwards or len(tokens) == 1:
+        if not forwards or len(tokens) == 1 or not self._costs.timed(rows):
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
         times = with_draft(forwards, start, step)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
