@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from headstart.drafters.model import ModelDrafter
 from headstart.engine.captured import CapturedRounds
 from headstart.engine.engine import Engine
 from headstart.errors import InvalidParameter
-from headstart.lab.round_costs import Filler, RoundCosts, RowCosts, _Blocks, measure_rounds, with_widths
+from headstart.lab.round_costs import RoundCosts, RowCosts, _Blocks, _costs, _Seen, measure_rounds, with_widths
+from headstart.lab.sweep import Filler
 from headstart.lab.system import System
 from headstart.lab.what_if import WhatIfSettings, supposed_texts
 from headstart.machine.runner import EagerRunner
@@ -101,6 +104,15 @@ def test_with_little_room_every_length_is_measured_by_fewer_rounds() -> None:
         assert blocks.fitting(9) == (1, 5)
         assert blocks.fitting(40) == (1, 1)
         blocks.end()
+
+
+def test_a_round_without_a_draft_is_a_plain_one() -> None:
+    """What few turns say beside that is noise, and would be all that is predicted of a draft that is not used."""
+    seen = _Seen(defaultdict(list, {1: [0.88], 2: [0.97], 3: [1.3]}))
+    system: Any = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(drafter=None, captured=None)))
+    found = _costs(system, {1: seen, 2: _Seen(defaultdict(list, {1: [1.2]}))}, {1: [2.0], 2: [2.0]})
+    assert [found.forward(1, width) for width in (1, 2, 3)] == [2.0, 2.0, 2.6]
+    assert found.forward(2, 1) == pytest.approx(2.04)
 
 
 def test_a_controller_that_is_replaced_comes_back() -> None:

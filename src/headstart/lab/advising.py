@@ -27,7 +27,8 @@ from .confirming import Confirmation
 from .machine_facts import machine, memory
 from .predict import FEW, Draft, Gamma, predict, write
 from .recommending import recommended, seen
-from .round_costs import LENGTHS, Filler, RoundCosts, measure_rounds, told, with_widths
+from .round_costs import LENGTHS, RoundCosts, measure_rounds, told, with_widths
+from .sweep import Filler
 from .symptoms import Symptom, long_prompts, memory_tight, symptoms
 from .system import System, SystemOptions
 from .texts import Text, choose, shipped

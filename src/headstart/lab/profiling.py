@@ -20,8 +20,9 @@ from ..types import Round, Tell, silent
 from .budget import Budget
 from .machine_facts import machine, memory
 from .profile_record import ALPHAS, FASTER, Costs, Memory, Profile
-from .round_costs import Filler, RoundCosts, measure_rounds
+from .round_costs import RoundCosts, measure_rounds
 from .statistics import median
+from .sweep import Filler
 from .system import System, SystemOptions
 from .texts import shipped
 

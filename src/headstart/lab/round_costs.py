@@ -17,54 +17,25 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from ..control.controller import Controller, GreedyAndSampled
+from ..control.controller import GreedyAndSampled
 from ..drafters.base import Drafter
 from ..maths.cost import CostModel, Point, by_width, slope, start_and_step, with_draft
 from ..sampling import SamplingParams
-from ..types import DraftView, Proposal, Request, Round
+from ..types import Request, Round
+from .sweep import TINY, Sweep
 from .system import System
 from .turns import uncollected
 
-__all__ = ["Filler", "RoundCosts", "RowCosts", "measure_rounds"]
+__all__ = ["RoundCosts", "RowCosts", "measure_rounds"]
 
 WARM = 2  # rounds of a block that are not counted: what changes between blocks takes time of its own
 COUNTED = 5
 ENOUGH = 0.6  # seconds of a block, where two of its rounds are counted
 LEAST = 4  # draft lengths that are measured in any turn
+LIKE_PLAIN = 1.02  # plain rounds that a round without a draft takes at the most
 SPARE = 4  # tokens of an answer that no block takes: a row that ends in the middle of one spoils it
 SHORT = 4  # requests that end soon, to see rounds that are not launched ahead
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10)
-_TINY = 1e-9  # as the least chance to draft on: nothing is that unlikely, so drafts have their full length
-
-
-class Filler(Drafter):
-    """Guesses that cost nothing and mean nothing, to see what rounds of a width cost."""
-
-    name = "filler"
-
-    def propose(self, views: Sequence[DraftView], budgets: Sequence[int]) -> list[Proposal | None]:
-        return [Proposal.chain(view.tokens[-1:] * n) if n else None for view, n in zip(views, budgets, strict=True)]
-
-
-class _Sweep(Controller):
-    """Drafts as long as it is told to, whatever comes of it."""
-
-    def __init__(self) -> None:
-        self.gamma = 0
-
-    def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        return [min(self.gamma, limit) for limit in limits]
-
-    paid_budgets = budgets
-
-    def min_chance_to_extend(self) -> float:
-        return _TINY
-
-    def min_chances(self) -> tuple[float, float]:
-        return _TINY, _TINY
-
-    def reason(self) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -125,15 +96,17 @@ class RoundCosts:
 
     def model(self, rows: int) -> CostModel:
         """The cost model of ``maths.cost`` for so many rows, in plain rounds: a draft's start counts as overhead."""
-        plain = self.plain(rows)
+        plain, (start, step) = self.plain(rows), self._line(rows)
         v = {width: self.forward(rows, width) / plain for width in (1, 2, 3, 4, 5, 7, 9, 11)}
-        start = self.draft(rows, 1) - (step := self.draft(rows, 2) - self.draft(rows, 1))
         return CostModel(c=step / plain, v=v, overhead=start / plain)
 
     def times(self, rows: int, most: int) -> list[float]:
         """Seconds of rounds by their draft length, 0 .. most, drafting included."""
-        start = self.draft(rows, 1) - (step := self.draft(rows, 2) - self.draft(rows, 1))
-        return with_draft([self.forward(rows, width) for width in range(1, most + 2)], start, step)
+        return with_draft([self.forward(rows, width) for width in range(1, most + 2)], *self._line(rows))
+
+    def _line(self, rows: int) -> tuple[float, float]:
+        step = self.draft(rows, 2) - (first := self.draft(rows, 1))
+        return first - step, step
 
     def _between(self, rows: int, value: Callable[[RowCosts], float]) -> float:
         rows = next((n for n in self.buckets or () if n >= rows), rows)
@@ -169,7 +142,7 @@ def measure_rounds(
 ) -> dict[str, RoundCosts]:
     """The costs of each system. ``systems[plain]`` drafts nothing; the others are swept over draft lengths.
 
-    Prompts are cut to what fits; each turn takes others, so that none is warm. ``late``: begin no further turn.
+    Each turn takes other prompts, so that none is warm. ``late``: begin no further turn.
     """
     seen = {name: {n: _Seen() for n in rows} for name in systems}
     units: dict[int, list[float]] = defaultdict(list)
@@ -216,9 +189,10 @@ def _turn(
     unit = median(blocks[plain].plain)
     units[rows].append(unit)
     for name, each in blocks.items():
-        seen[name][rows].reading += [seconds / unit / sum(map(len, lines)) for seconds in each.reading]
-        seen[name][rows].prefill += [seconds / unit for seconds in each.prefill]
-        seen[name][rows].gaps += [seconds / unit for seconds in each.gaps]
+        mine = seen[name][rows]
+        mine.reading += [seconds / unit / sum(map(len, lines)) for seconds in each.reading]
+        mine.prefill += [seconds / unit for seconds in each.prefill]
+        mine.gaps += [seconds / unit for seconds in each.gaps]
     seen[plain][rows].forwards[1].append(1.0)
 
 
@@ -256,7 +230,7 @@ class _Blocks:
         self.reading: list[float] = []
         self.prefill: list[float] = []
         self.gaps: list[float] = []
-        self._sweep = _Sweep()
+        self._sweep = Sweep()
         self._records: list[list[Round]] = []
         self._drafted = False
         self._open = ExitStack()
@@ -329,7 +303,7 @@ class _Blocks:
     def _count(self, records: Sequence[Round], seconds: float, found: _Block, *, counted: bool) -> None:
         first, longest = records[0], max(record.drafted for record in records)
         if counted and first.width == found.width:
-            found.seconds.append(max(seconds - first.draft_seconds * (longest > 0) - first.catch_up_seconds, _TINY))
+            found.seconds.append(max(seconds - first.draft_seconds * (longest > 0) - first.catch_up_seconds, TINY))
             if longest:
                 found.drafting.append(first.draft_seconds)
         elif longest and not self._drafted:
@@ -345,20 +319,25 @@ class _Blocks:
         self.system.cold()
 
 
+def _sound(width: int, plain_rounds: float) -> float:
+    """It does what a plain round does, and without a draft little beside: the rest is noise of few turns."""
+    return max(1.0, plain_rounds if width > 1 else min(plain_rounds, LIKE_PLAIN))
+
+
 def _costs(system: System, found: Mapping[int, _Seen], units: Mapping[int, Sequence[float]]) -> RoundCosts:
     drafter, captured = system.engine.parts.drafter, system.engine.parts.captured
     each = {}
     for count, seen in found.items():
         unit = median(units[count])
-        points = tuple((w, unit * median(values), len(values)) for w, values in sorted(seen.forwards.items()))
+        points = tuple(
+            (w, unit * _sound(w, median(values)), len(values)) for w, values in sorted(seen.forwards.items())
+        )
         lines = [(n, unit * median(values), len(values)) for n, values in sorted(seen.drafts.items())]
         start, step = start_and_step(lines)
-        reading = unit * median(seen.reading) if seen.reading else 0.0
-        prefill = unit * median(seen.prefill) if seen.prefill else 0.0
-        gap = max(0.0, unit * median(seen.gaps)) if seen.gaps else 0.0
+        reading, prefill, gap = (unit * median(each or [0.0]) for each in (seen.reading, seen.prefill, seen.gaps))
         usual = {width: seconds for width, seconds, _ in points}
         scatter = tuple(seconds / usual[width] for width, seconds in seen.rounds) or (1.0,)
-        each[count] = RowCosts(points, start, step, prefill, reading, gap, scatter)
+        each[count] = RowCosts(points, start, step, prefill, reading, max(0.0, gap), scatter)
     on_device = captured is not None and captured.drafting
     return RoundCosts(
         each,
