@@ -30,6 +30,7 @@ from headstart.lab.advising import Adviser
 from headstart.lab.agreement import Written
 from headstart.lab.bench_record import ALL, BenchSettings
 from headstart.lab.benching import Bencher
+from headstart.lab.candidates import candidates
 from headstart.lab.predict import write
 from headstart.lab.system import System, SystemOptions
 from headstart.lab.texts import Text, by_task, choose, read_texts
@@ -55,30 +56,32 @@ def embedded(given: Namespace, report: Report) -> None:
     drafts: list[Any] = [path for path in (given.model_draft, given.worse) if path is not None]
     seen, unseen = halves(given.data, given.per_task)
     options = SystemOptions(max_rows=1, max_model_len=1024, draft_quantization="int8", check=False, device="cpu")
-    settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
-    log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
-    with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
-        adviser.run(settings.seconds)
-        advice = adviser.result()
-        candidates = dict(adviser.candidates)
-    log(advice.recommendation.sentence)
-    report.add("advice", advice.to_json())
-    names = list(candidates)
-    further = {name: candidates[name] for name in names}
-    first, *rest = further.values()
+    if "advise" in given.parts:
+        settings = AdviseSettings(tokens=given.tokens, seconds=given.advise_seconds, gammas=(1, 2, 4), confirm=2)
+        log(f"advise: {len(seen)} prompts, {len(drafts)} further drafts")
+        with Adviser(options, drafts, seen, settings, tell=quiet) as adviser:
+            adviser.run(settings.seconds)
+            advice = adviser.result()
+        log(advice.recommendation.sentence)
+        report.add("advice", advice.to_json())
+    else:
+        report.add("advice", json.loads(report.path.read_text(encoding="utf-8"))["advice"])
+    if "bench" not in given.parts:
+        return
+    told = report.results["advice"]["results"]
+    predicted = {one["name"]: one["predicted"][0] for one in told["candidates"] if one["predicted"]}
+    asked, _ = candidates(None, drafts, device="cpu", quantization=options.draft_quantization)
+    run = [one for one in asked if one.name in predicted]
     bench = BenchSettings(tokens=given.tokens, turns=1, seconds=given.bench_seconds)  # prompts differ more than turns
-    log(f"bench: {len(unseen)} other prompts, {', '.join(names)}")
-    found = measured_by_bench(options, [first, *rest], unseen, bench)
+    log(f"bench: {len(unseen)} other prompts, {', '.join(one.name for one in run)}")
+    found = measured_by_bench(options, run, unseen, bench)
     rows = []
-    for name in names:
-        outlook = next(one for one in advice.outlooks if one.name == name)
-        predicted, ratio = outlook.prediction(1, 0.0), found[name]
-        assert predicted is not None
-        rows.append(
-            compared(name, predicted.speedup.mid, ratio.value) | {"tau": predicted.tau, "bench": ratio.to_json()}
-        )
+    for one in run:
+        first, ratio = predicted[one.name], found[one.name]  # with gamma auto
+        row = compared(one.name, first["speedup"]["mid"], ratio.value)
+        rows.append(row | {"tau": first["tau"], "bench": ratio.to_json()})
     fastest = max(rows, key=lambda row: row["measured"])["name"]
-    picked = advice.recommendation.candidate or max(rows, key=lambda row: row["predicted"])["name"]
+    picked = told["recommendation"]["candidate"] or max(rows, key=lambda row: row["predicted"])["name"]
     report.add("point_1", {"candidates": rows, "picked": picked, "fastest": fastest, "same": picked == fastest})
     log(f"advise picked {picked}; bench finds {fastest} fastest")
 
@@ -228,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--alphas", type=float, nargs="+", default=[0.6, 0.75, 0.9])
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options.add_argument("--drafts", nargs="+", default=["third", "small"], choices=["third", "small"])
+    options.add_argument(
+        "--parts", nargs="+", default=["advise", "bench"], help="of point 1; bench alone reads the advice"
+    )
     options.add_argument("--earlier", type=Path, help="a stored result whose other cells are kept")
     given = read(options, arguments)
     if given.quick:

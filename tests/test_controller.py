@@ -317,6 +317,17 @@ def test_free_guesses_are_asked_for_while_costly_ones_rest() -> None:
     assert rested > 10
 
 
+def test_the_one_that_drafts_alone_is_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two choices of one prompt have as much to read; one of them has all that is forced, and no room for a guess."""
+    controller = AdaptiveController(8)
+    controller.meet(free=False, ends_itself=False)
+    controller._behind = {"a": 500, "b": 500, "c": 900}
+    for affordable, expected in ((1, [0, 1, 0]), (0, [0, 0, 0])):
+        answers = iter([0, affordable])  # not all together; one alone
+        monkeypatch.setattr(controller, "_choose", lambda *_, answers=answers: next(answers))
+        assert controller.budgets([View("a"), View("b"), View("c")], [0, 3, 3]) == expected
+
+
 def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller = AdaptiveController(10)
     play(controller, holds=0.5, cost=FLAT, rounds=10)
@@ -362,3 +373,18 @@ def test_records_of_sequences_are_told_apart_from_chance() -> None:
         found[apart] = acceptance.apart([str(i) for i in range(10)])
     assert found[0.0] < 0.5 < found[0.35]
     assert Acceptance().apart(["a", "b"]) == 0.0
+
+
+def test_with_more_rows_than_were_timed_plain_rounds_come_first() -> None:
+    """What fewer rows cost says little, and a batch that grows while it drafts would never see a plain round
+    of its own. The first one behind a draft is slow, and does not count."""
+    controller = AdaptiveController(4)
+    widths = {width: 1.0 + 0.01 * width for width in range(1, 6)}
+    assert play(controller, 1.0, widths, 12, step=0.05)[-1] == 4
+    both = [View("a"), View("b")]
+    for seconds in (9.0, 1.5):
+        assert controller.budgets(both, [4, 4]) == [0, 0]
+        plain = replace(ROUND, rows=2, verify_seconds=seconds, round_seconds=seconds)
+        controller.observe([replace(plain, sequence=view.id) for view in both])
+    assert all(controller.budgets(both, [4, 4]))
+    assert controller.beliefs().forwards[0] == pytest.approx(1.5)

@@ -204,6 +204,20 @@ def test_a_batch_waits_for_its_widest_and_ends_with_its_slowest() -> None:
     assert found.tokens == 16
 
 
+def test_rows_whose_prompts_are_read_first_are_ahead_when_all_have_begun() -> None:
+    """Two prompts of two tokens, one read at a time: behind the first there is a round for its row alone."""
+    texts = [replace(simple("1" * 13)[0], task=str(i)) for i in range(2)]
+    guesses = ByAgreement(dict.fromkeys(texts, simple("1" * 13)[1]), None)
+    together = replay(texts, guesses, FixedController(3), COSTS, rows=2)
+    assert (together.rounds, together.tokens) == (3, 24)
+    apart = replay(texts, guesses, FixedController(3), COSTS, rows=2, chunk=2)
+    assert (apart.rounds, apart.tokens) == (3, 20), "four tokens were written before anything counts"
+    assert apart.row_rounds == 5
+    assert set(apart.each) == {0, 1}
+    late = replay([*texts, replace(texts[0], task="2")] * 2, None, None, COSTS, rows=6, chunk=1)
+    assert late.tokens == 72 - (10 + 8 + 6 + 4 + 2), "a token for each round that was played before the last began"
+
+
 def test_a_draft_that_never_holds_is_not_expected_to_pay(model_system: System) -> None:
     texts = write(model_system, prompts(3), tokens=40, ignore_eos=True)
     draft = Draft(model_system, COSTS, COSTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -76,6 +77,23 @@ def test_prompts_that_were_measured_more_often_do_not_count_more() -> None:
     found = ratio(exact)
     assert found is not None
     assert found.value == pytest.approx(8 / 5)
+
+
+def test_where_drafts_come_and_go_there_are_as_many_measurements_as_spells() -> None:
+    measured = blocks(Random(2), 4, 0.02, 0.0)
+    steady = ratio(measured)
+    fickle = ratio([replace(block, drafted=number < 12) for number, block in enumerate(measured)])
+    once = ratio([replace(block, drafted=block.prompt < 3) for block in measured])
+    assert steady is not None
+    assert fickle is not None
+    assert once is not None
+    assert steady.interval is not None
+    assert fickle.interval is not None
+    assert once.interval == steady.interval, "some prompts are drafted and others not: that is no chance"
+    assert fickle.value == steady.value
+    # Twenty-four blocks of six prompts, or six stretches.
+    wider = math.log(fickle.interval.high / fickle.value) / math.log(steady.interval.high / steady.value)
+    assert wider == pytest.approx(t_quantile(0.95, 5) / t_quantile(0.95, 18))
 
 
 def test_other_prompts_are_less_sure_than_these() -> None:

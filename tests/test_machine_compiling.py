@@ -66,6 +66,22 @@ def test_what_takes_long_gives_its_place_up(jobs: Jobs) -> None:
     assert len(jobs.until(25)) == 25
 
 
+def test_this_program_itself_may_have_as_much_as_there_is(jobs: Jobs) -> None:
+    for number in range(compiling.EACH + 2):
+        jobs.ask(str(number), None)
+    assert len(jobs.until(compiling.EACH + 2)) == compiling.EACH + 2
+    jobs.over()
+
+
+def test_who_waits_is_told_how_long(jobs: Jobs) -> None:
+    first = [jobs.ask(str(number), "a") for number in range(compiling.EACH + 1)]
+    jobs.until(compiling.EACH)
+    begun, waits = jobs.compilers.pause(first[0]), jobs.compilers.pause(first[-1])
+    assert begun > compiling.SLOW > 0  # when it gives its place up
+    assert waits == compiling.PAUSE  # until there is a place
+    jobs.over()
+
+
 def test_there_is_a_bound_on_all_of_them(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "WAITING", 5)
     for number in range(compiling.MOST):

@@ -262,6 +262,39 @@ def test_no_later_answer_is_wrong_wherever_ctrl_c_strikes() -> None:
     assert drafted.engine.idle
 
 
+@pytest.mark.parametrize("min_tokens", [0, 6])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Structured(json=FORM),
+        Structured(regex="(ab)+"),
+        Structured(choice=["yes", "yes and no"], after="=>"),
+    ],
+    ids=["form", "regex", "after"],
+)
+def test_one_token_is_allowed_where_the_mask_has_its_bit(asked: Structured, min_tokens: int) -> None:
+    """Every token, at every place of a text: behind committed tokens, and behind drafted ones."""
+    grammar = grammars().compile(asked)
+    texts = {"json": '{"name": "abc", "age": 17, "kind": "camel"}', "regex": "ababab", "choice": "a=b=>yes and no"}
+    line = tuple(TOKENIZER(texts[asked.kind], add_special_tokens=False)["input_ids"])
+    made: dict[str, Any] = {"endings": frozenset({2, 100}), "min_tokens": min_tokens}
+    masked, committed = grammar.begin(**made), grammar.begin(**made)
+    for place in range(len(line) + 1):
+        row, drafted = masked.mask(()), grammar.begin(**made)
+        chained = grammar.begin(**made)
+        for token in range(TINY_VOCABULARY + 3):
+            bit = row is None or allows(row, token)
+            assert drafted.allows(line[:place], token) == bit, (place, token)
+            assert committed.allows((), token) == bit, (place, token)
+            if place and token == line[place - 1]:  # as a drafted chain is followed
+                assert all(chained.allows(line[:before], line[before]) for before in range(place))
+                assert chained.forced(9, line[:place]) == masked.forced(9)
+        for state in (masked, committed):
+            if place < len(line):
+                state.take(line[place])
+    assert masked.over or masked.fault is None
+
+
 def test_threads_share_a_grammar() -> None:
     """One compiled grammar, many texts that stand at different places of it."""
     drafted = llm("lookup")
@@ -282,7 +315,7 @@ def test_threads_share_a_grammar() -> None:
 
 
 def test_masks_that_take_long_are_worked_out_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = SamplingParams(max_tokens=90, temperature=0, structured=Structured(json=FORM))
+    asked = SamplingParams(max_tokens=90, seed=1, structured=Structured(json=FORM))
     expected = PLAIN.generate("hello", asked).text
     monkeypatch.setattr(node_masks, "WORTH_A_THREAD", -1.0)
     names: set[str] = set()

@@ -126,7 +126,7 @@ def test_masks_are_the_same_in_any_mixture_of_drafts_and_commits() -> None:
         while at < len(LINE):
             for _ in range(chance.randrange(4)):
                 ahead = chance.randrange(len(LINE) - at)
-                kind = chance.randrange(4)
+                kind = chance.randrange(6)
                 if kind == 0:
                     assert bits(state.mask(LINE[at : at + ahead])) == BITS[at + ahead], number
                 elif kind == 1:
@@ -136,9 +136,14 @@ def test_masks_are_the_same_in_any_mixture_of_drafts_and_commits() -> None:
                     wrong = (*LINE[at : at + ahead], others.get(LINE[at + ahead], FOUR))
                     # Spelt otherwise it may fit the grammar: then the mask, which has no such bit, rejects it.
                     assert state.fits(wrong) in (ahead, ahead + (wrong[-1] == THIRTY_FOUR)), number
+                elif kind == 3:
+                    run = state.forced(9, LINE[at : at + ahead])
+                    assert run == LINE[at + ahead : at + ahead + len(run)], number
+                    assert bool(run) == (len(BITS[at + ahead]) == 1), number
                 else:
-                    run = state.forced(9)
-                    assert run == LINE[at : at + len(run)], number
+                    token = chance.choice([LINE[at + ahead], *range(1, len(TEXTS))])
+                    right = token in BITS[at + ahead]
+                    assert state.allows(LINE[at : at + ahead], token) == right, (number, token)
             for _ in range(min(chance.randint(1, 3), len(LINE) - at)):
                 state.take(LINE[at])
                 at += 1

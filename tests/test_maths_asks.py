@@ -26,6 +26,7 @@ from headstart.types import Request, SamplingParams, Structured, Verification
 BACKENDS: list[Served] = [
     distribution.SERVED,
     warp.UNTOUCHED,
+    warp.LIKELIEST,
     sampling.SERVED,
     sampling.SAMPLES,
     gpu.SAMPLES,

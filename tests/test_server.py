@@ -124,7 +124,8 @@ def test_completions_of_several_prompts(server: Server, client: Any) -> None:
         ({"messages": WORDS, "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
         ({"messages": WORDS, "max_tokens": 100000}, "max_tokens", "max_model_len"),
         ({"messages": WORDS, "min_tokens": 2, "stop_token_ids": [*range(112)]}, "min_tokens", "stop_token_ids"),
-        ({"messages": [{"role": "user", "content": "a" * 2**20}]}, "prompt", "tokens or more"),
+        ({"messages": [{"role": "user", "content": "a" * 2**20}]}, "messages", "tokens or more"),
+        ({"messages": [{"role": "user", "content": "a b " * 300}]}, "messages", "messages: the prompt has"),
         ({}, "messages", "required"),
     ],
 )

@@ -24,7 +24,6 @@ from .engine.inbox import BUFFER, Reader
 from .engine.places import Places
 from .engine.stats import EngineStats
 from .errors import EngineBusy, EngineStopped
-from .machine.compiling import PAUSE
 from .prompts import Messages, numbered, one_each, read_conversations, read_prompts, settings_of
 from .types import Completion, Grammar, Piece, Request, SamplingParams, Structured
 
@@ -190,7 +189,7 @@ class AsyncLLM:
         order.future.add_done_callback(told)
         while not order.over:
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), PAUSE)
+                await asyncio.wait_for(done.wait(), order.pause)
         return order.found()
 
     async def _answers(self, what: str, asked: Sequence[Any], alone: bool, params: Any, prediction: Any) -> Any:

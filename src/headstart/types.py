@@ -79,11 +79,15 @@ class Constraint(Protocol):
     def mask(self, drafted: tuple[int, ...]) -> Mask | None:
         """What may follow the committed text and these drafted tokens; None: anything."""
 
+    def allows(self, drafted: tuple[int, ...], token: int) -> bool:
+        """Does ``mask`` let this one token follow? Much quicker than to work the mask out."""
+
     def fits(self, drafted: Sequence[int]) -> int:
         """How many of these may follow the committed text, one after the other."""
 
-    def forced(self, most: int) -> tuple[int, ...]:
-        """The tokens that must come next, as far as there is no choice: each one's mask has no other bit."""
+    def forced(self, most: int, drafted: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The tokens that must come next, behind these drafted ones, as far as there is no choice: each one's mask has
+        no other bit."""
 
 
 class Grammar(Protocol):

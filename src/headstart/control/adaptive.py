@@ -131,10 +131,10 @@ class AdaptiveController:
             return list(limits)  # whether to draft is settled here, how far at every token
         if not gamma and self._missing and self._lengths is None:
             # All together cannot be afforded: the one with the least to read. (On a device all rows draft or none.)
-            least = min((n for n, limit in zip(behind, limits, strict=True) if limit), default=0)
+            least, one = min(((n, i) for i, n in enumerate(behind) if limits[i]), default=(0, -1))
             self._missing = least * (least > self.NEAR)
-            one = behind.index(least) if least and self._choose(views, chances, *line) else -1
-            return [int(i == one) for i in range(len(views))]
+            drafts = least and self._choose(views, chances, *line)
+            return [int(i == one) if drafts else 0 for i in range(len(views))]
         return [min(gamma, limit) for limit in limits]
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
@@ -303,7 +303,7 @@ class AdaptiveController:
         """The draft length that gives the most tokens a second over all rows, or a probe, or 0."""
         tokens, rows = round_tokens(chances), len(chances)
         forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
-        if not forwards or len(tokens) == 1:
+        if not forwards or len(tokens) == 1 or not self._costs.timed(rows):
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
         times = with_draft(forwards, start, step)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]

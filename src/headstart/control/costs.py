@@ -105,6 +105,8 @@ class Costs:
         cells = self._cells.setdefault(_like(rows), {})
         cell = cells.setdefault(width, _Cell())
         changed, self._drafted = self._drafted != (width > 1), width > 1
+        if changed and width == 1 and not self.timed(rows):
+            return  # drafting has just ended: the next one is what others are compared with
         if len(cell.seen) >= 3:
             if changed:
                 # Over a usual round of this width, and less than that counts, too: what only ever adds up would be
@@ -181,6 +183,10 @@ class Costs:
             return 0.0
         tokens, seconds = self._read
         return max(0.0, seconds - self._cells[plain][1].value) / max(1, tokens - plain) * self.level
+
+    def timed(self, rows: int) -> bool:
+        """Was a plain round with as many rows timed, or with more? What fewer rows say of it is a guess."""
+        return any(known >= _like(rows) and 1 in cells and cells[1].seen for known, cells in self._cells.items())
 
     def table(self, rows: int) -> list[Point]:
         """(width, seconds, measurements), by width, for this number of rows or the measured one nearest to it; empty if

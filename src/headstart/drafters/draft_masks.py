@@ -39,6 +39,17 @@ class DraftMasks:
         constraint = self._rows[row]
         return None if constraint is None or self._ended[row] else constraint.mask(self._drafted[row])
 
+    def only(self, row: int) -> int | None:
+        """The only token that may follow, where the grammar forces one."""
+        constraint = self._rows[row]
+        forced = () if constraint is None or self._ended[row] else constraint.forced(1, self._drafted[row])
+        return forced[0] if forced else None
+
+    def allows(self, row: int, token: int) -> bool:
+        """May this token follow?"""
+        constraint = self._rows[row]
+        return constraint is None or self._ended[row] or constraint.allows(self._drafted[row], token)
+
     def take(self, row: int, token: int) -> None:
         """A row drafted a token; -1: none."""
         self._ended[row] |= token < 0

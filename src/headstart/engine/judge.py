@@ -19,13 +19,13 @@ import torch
 
 from ..maths import noise
 from ..maths.asks import PROCESSING
-from ..maths.bitmask import unpacked
+from ..maths.bitmask import bits_of, unpacked
 from ..maths.distribution import History, Nodes, Warp, argmaxes, probabilities
 from ..maths.tree import Topology
 from ..maths.verify import CounterChance, Verdicts, block_rule, chain_rules, coupled_rule, token_rule
 from ..maths.vocab_ops import PLAIN, DraftedChain, Rule, VocabOps
-from ..maths.warp import UNTOUCHED
-from ..types import Draw, Mask, Proposal, TokenLogprob, Verdict
+from ..maths.warp import LIKELIEST, UNTOUCHED
+from ..types import Constraint, Draw, Mask, Proposal, TokenLogprob, Verdict
 from .node_masks import node_masks
 from .sequence import Sequence
 
@@ -91,11 +91,10 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabO
     """
     wanted = [s.asks for s in batch.sequences]
     chains = batch.topology.is_chain and logits.dtype == torch.float32
-    if chains and UNTOUCHED.takes(wanted):
-        if logits.device.type == "cpu":
-            return follow(logits, batch, vocab_size)
-        if batch.width == 1:
-            return likeliest(logits, batch, vocab_size)
+    if chains and logits.device.type == "cpu" and LIKELIEST.takes(wanted):
+        return follow(logits, batch, vocab_size)
+    if chains and batch.width == 1 and UNTOUCHED.takes(wanted):
+        return likeliest(logits, batch, vocab_size)
     if chains and vocab_ops.judged is not None and vocab_ops.judges is not None and vocab_ops.judges.takes(wanted):
         return _judge_chains(logits, batch, vocab_size, vocab_ops)
     return by_rule(logits, batch, vocab_size, vocab_ops)
@@ -103,6 +102,7 @@ def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabO
 
 def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
     """Rows of the same rule together, in tensors, by ``maths.verify``: what every other decider is held against."""
+    batch = batch.with_masks()
     groups: dict[tuple[Rule, bool], list[int]] = {}
     for row, (sequence, proposal) in enumerate(zip(batch.sequences, batch.proposals, strict=True)):
         # A row that the machine's loops decline has no say in who works its neighbours' numbers out.
@@ -121,20 +121,41 @@ def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: Voca
 
 def follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
     """Greedy chains on a CPU: what ``decide`` says of them, said without tensors of a few numbers each, whose making
-    takes a tenth of a round there. Nodes behind the first disagreement are not looked at."""
-    found: list[Verdict | None] = []
-    for nodes, proposal in zip(logits.numpy(), batch.proposals, strict=True):
-        drafted = proposal.tokens if proposal is not None else ()
-        token, held = -1, 0
-        for held, line in enumerate(nodes):
-            line = line[:vocab_size]
-            token = int(line.argmax())  # the first of the largest; NaN counts as the largest
-            if not np.isfinite(line[token]):
-                token = -1
-            if held == len(drafted) or drafted[held] != token:
-                break
-        found.append(Verdict.on(proposal, range(held), token) if token >= 0 else None)
-    return found
+    takes a tenth of a round there."""
+    return [
+        _followed(nodes[:, :vocab_size], proposal, sequence.constraint)
+        for nodes, proposal, sequence in zip(logits.numpy(), batch.proposals, batch.sequences, strict=True)
+    ]
+
+
+def _followed(nodes: np.ndarray, proposal: Proposal | None, constraint: Constraint | None) -> Verdict | None:
+    """The verdict on one greedy chain by its logits [N+1, V], processed. Nodes behind the first disagreement are not
+    looked at."""
+    drafted = proposal.tokens if proposal is not None else ()
+    token, held = -1, 0
+    for held, line in enumerate(nodes):
+        token = _likeliest_allowed(line, constraint, drafted[:held])
+        if held == len(drafted) or drafted[held] != token:
+            break
+    return Verdict.on(proposal, range(held), token) if token >= 0 else None
+
+
+def _likeliest_allowed(line: np.ndarray, constraint: Constraint | None, drafted: tuple[int, ...]) -> int:
+    """The first of the largest logits [V] among what may follow drafted tokens; -1: its numbers are broken.
+
+    Of all tokens the first of the largest, if it may follow, is also the first of the largest of those that may. So
+    the mask, which takes far longer to work out than whether one token may follow, is asked for only where it may not,
+    or where numbers are broken: those of tokens that may not follow do not count.
+    """
+    token = int(line.argmax())  # the first of the largest; NaN counts as the largest
+    sound = bool(np.isfinite(line[token]))
+    if constraint is None or (sound and constraint.allows(drafted, token)):
+        return token if sound else -1
+    mask = constraint.mask(drafted)
+    if mask is not None:
+        line = np.where(bits_of(mask, len(line)), line, -np.inf)
+        token = int(line.argmax())
+    return token if np.isfinite(line[token]) else -1
 
 
 def likeliest(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
@@ -146,7 +167,8 @@ def likeliest(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdi
 
 
 def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps) -> list[Verdict | None]:
-    """Chains, row by row, each in one call or two: what ``decide`` says of them."""
+    """Chains, row by row, each in one call or two: what ``decide`` says of them. Greedy rows with a grammar do without
+    most masks."""
     assert vocab_ops.judged is not None
     assert vocab_ops.processed is not None
     found: list[Verdict | None] = []
@@ -160,12 +182,14 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops
             tokens=proposal.tokens if proposal is not None else (),
             q=proposal.q if proposal is not None and proposal.draw != "point" else None,
             endings=sequence.held_back,
-            masks=batch.masks[row],
         )
         x = logits[row, : len(chain.tokens) + 1, :vocab_size]
         if sequence.asks & PROCESSING:
             x = vocab_ops.processed(x, chain)
-        held, token = vocab_ops.judged(x, chain)
+        if sequence.constraint is not None and sequence.params.greedy:
+            found.append(_followed(x.numpy(), proposal, sequence.constraint))
+            continue
+        held, token = vocab_ops.judged(x, chain._replace(masks=node_masks(sequence, proposal)))
         found.append(Verdict.on(proposal, range(held), token) if token >= 0 else None)
     return found
 

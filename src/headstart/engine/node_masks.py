@@ -80,8 +80,10 @@ class LookAhead:
 
     @contextmanager
     def over(self, sequences: Seq[Sequence], proposals: Seq[Proposal | None]) -> Iterator[None]:
-        """The forward of these drafts runs inside."""
-        masked = [(s, p) for s, p in zip(sequences, proposals, strict=True) if s.constraint is not None]
+        """The forward of these drafts runs inside. Greedy chains on a CPU do without most masks (``judge``)."""
+        late = not self._on_device and all(p is None or p.is_chain for p in proposals)
+        pairs = zip(sequences, proposals, strict=True)
+        masked = [(s, p) for s, p in pairs if s.constraint is not None and not (late and s.params.greedy)]
         if not masked or self._on_device:
             yield
         elif self._seconds < WORTH_A_THREAD:

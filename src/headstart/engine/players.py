@@ -191,7 +191,6 @@ def judged(
 
     ``seconds`` that the forward took; and those of ``Drafted``.
     """
-    batch = batch.with_masks()
     verdicts = judge(logits, batch, context.vocab_size, context.runner.vocab_ops)
     logprobs: list[list[TokenLogprob]] = []
     for sequence, proposal, verdict, row in zip(batch.sequences, batch.proposals, verdicts, logits, strict=True):

@@ -37,6 +37,7 @@ __all__ = ["Adviser", "advise"]
 PLAIN, FILLER = "plain", "filler"
 TURNS = 5  # of measuring costs
 MOST_TEXTS = 64
+BATCHES = 4  # that texts are written for, where there are as many prompts: each ends with its slowest row
 WRITING, MEASURING, CONFIRMING = 0.15, 0.5, 0.35  # shares of the time
 PLACES = 8  # of a draft whose acceptance is shown
 OPENED = 0.4  # of a candidate's time, at least, that is left to measure it when it is open
@@ -173,10 +174,8 @@ class Adviser:
         for number, temperature in enumerate(temperatures):
             share = budget.part(1 / (len(temperatures) - number))
             self._tell(f"the target writes, at temperature {temperature:g}")
-            least = max(self._rows)
-            prompts = [self.given[i % len(self.given)] for i in range(max(MOST_TEXTS, least))]
-            if len(self.given) < MOST_TEXTS:
-                prompts = prompts[: max(len(self.given), least)]
+            least, most = max(self._rows), max(MOST_TEXTS, BATCHES * max(self._rows))
+            prompts = [self.given[i % len(self.given)] for i in range(min(most, max(len(self.given), least)))]
             self.written[temperature] = write(
                 self.plain,
                 prompts,
@@ -268,7 +267,7 @@ class Adviser:
 
     def _places(self, draft: Draft, temperature: float, budget: Budget) -> list[float] | None:
         rule: Verification | None = "block" if temperature else None
-        least = max(FEW, 2 * max(self._rows))  # rows that share rounds are not told from fewer texts than rows
+        least = max(FEW, BATCHES * max(self._rows))  # rows that share rounds are not told from fewer texts than rows
         return draft.acceptance(self.written[temperature], PLACES, rule, lambda: budget.over, least)
 
     def _ranked(self, rows: int, temperature: float) -> list[str]:

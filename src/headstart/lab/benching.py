@@ -3,9 +3,10 @@
 Knows: which prompts are measured how often in the time there is, and what becomes of the times. Does not know: how an
 engine works (``system``), how turns are taken (``turns``), or how a report looks (``report``).
 
-Every engine answers a prompt or two first, which is not counted. Then prompts come in turns, the tasks mixed: the first
-turn takes as many prompts as the time allows to be measured several times, and the next ones repeat them. What a
-controller learns stays, as it does in service; no prompt is warm.
+Every engine answers a prompt or two first, which is not counted, and one that chooses its draft length some more: its
+controller has to find out what pays. Then prompts come in turns, the tasks mixed: the first turn takes as many prompts
+as the time allows to be measured several times, and the next ones repeat them. What a controller learns stays, as it
+does in service; no prompt is warm.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ WARM_TOKENS = 24
 TURNS = 4  # times that a prompt should be measured
 MOST_TURNS = 20
 THOROUGH_TURNS = 8
+SETTLING = 0.1  # of the time, before anything is counted
+DRAFTED = 0.1  # of an answer's rounds, from where on it counts as drafted
 
 
 def bench(
@@ -144,6 +147,8 @@ class Bencher:
         """Measure until the seconds are over (None: no limit) or every prompt was measured often enough."""
         self._prepare()
         budget = Budget(limit)
+        if limit is not None:
+            self._settle(budget.part(SETTLING))
         turns = self.settings.turns or (THOROUGH_TURNS if limit is None else MOST_TURNS)
         share = 1.0 / min(TURNS, turns)
         chosen: list[_Unit] = []
@@ -184,6 +189,17 @@ class Bencher:
             in_turn({"": Run(each.engine, self._prompt(first), params)})
         for peer in self.peers:
             peer.block(self._prompt(first), [params] * len(first.texts))
+
+    def _settle(self, budget: Budget) -> None:
+        """Let controllers that choose draft lengths find out what pays, as they have in service."""
+        choosing = [each for name, each in self.systems.items() if name != PLAIN and each.options.gamma == "auto"]
+        for number, unit in enumerate(filter(self._fits, self._units)):
+            if not choosing or budget.over or unit.turn:
+                return
+            params = self.settings.params(number)
+            in_turn(
+                {str(i): Run(each.engine, self._prompt(unit), params, learnt=True) for i, each in enumerate(choosing)}
+            )
 
     def _fits(self, unit: _Unit) -> bool:
         """Is there room for its prompts and their answers? Where there is none, it is left out, with the turns of the
@@ -262,7 +278,7 @@ class Bencher:
         units = [unit for unit, _ in self._measured.get(PLAIN, ())]
         both = zip(units, self._steady(PLAIN), self._steady(name), strict=True)
         chosen = [(unit, base, mine) for unit, base, mine in both if task in (None, unit.task)]
-        return [Block(unit.number, *part(base), *part(mine)) for unit, base, mine in chosen]
+        return [Block(unit.number, *part(base), *part(mine), drafted=_drafted(mine)) for unit, base, mine in chosen]
 
     def _steady(self, name: str) -> list[Measured]:
         """Of one way, less what something else on the machine took of its time."""
@@ -304,7 +320,7 @@ class Bencher:
         """Where the controller drafted an answer now and not the next time, a short bench sees too little of either."""
         drafted: dict[int, list[bool]] = defaultdict(list)
         for unit, block in self._measured[name]:
-            drafted[unit.number].append(sum(r.drafted > 0 for r in block.rounds) > 0.1 * len(block.rounds))
+            drafted[unit.number].append(_drafted(block))
         both = sum(len(set(each)) > 1 for each in drafted.values())
         if both > max(1, len(drafted) // 4):
             yield (
@@ -344,6 +360,10 @@ def _decoding(block: Measured) -> tuple[int, float]:
 
 def _whole(block: Measured) -> tuple[int, float]:
     return block.tokens, block.seconds
+
+
+def _drafted(block: Measured) -> bool:
+    return sum(record.drafted > 0 for record in block.rounds) > DRAFTED * len(block.rounds)
 
 
 def _short(draft: object) -> str:

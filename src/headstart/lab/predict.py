@@ -227,6 +227,7 @@ def predict(
     draft: Draft, texts: Sequence[Written], *, gamma: Gamma, rows: int, cold: bool = False, seed: int = 0
 ) -> Prediction:
     """The speed-up over plain decoding of the same texts, by replay. ``cold``: each batch begins as just loaded."""
+    texts = texts[: max(rows, len(texts) // rows * rows)]  # whole batches: a smaller one is another case
     temperature = texts[0].temperature
     repeats = REPEATS if temperature else 1
     played = [draft.replayed(texts, gamma, rows, cold=cold, seed=seed + i) for i in range(repeats)]

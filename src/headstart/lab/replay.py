@@ -14,8 +14,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 
+from ..config import EngineConfig
 from ..control.controller import Controller
 from ..sampling import Verification
 from ..types import Proposal, Round
@@ -65,11 +66,13 @@ def replay(
     rule: Verification | None = None,
     cold: Callable[[], None] | None = None,
     seed: int = 0,
+    chunk: int = EngineConfig.prefill_chunk,
 ) -> Played:
     """Write the texts again, ``rows`` at a time, each batch from its beginning to the end of its longest.
 
     ``costs`` says on which kind of machine. ``cold``: called before each batch, where every batch begins as new.
-    ``seed``: where in the measured scatter of rounds it begins.
+    ``seed``: where in the measured scatter of rounds it begins. ``chunk``: tokens of prompts that are read before the
+    rows that have begun get a round.
     """
     played, scatter = Played(), costs.scatter(rows)
     times = islice(cycle(scatter), random.Random(seed).randrange(len(scatter)), None)
@@ -77,7 +80,7 @@ def replay(
         if cold is not None:
             cold()
         views = [View.of(first + i, text, rule) for i, text in enumerate(texts[first : first + rows])]
-        _Batch(views, guesses, controller, costs, played, times).play()
+        _Batch(views, guesses, controller, costs, played, times).play(chunk)
     return played
 
 
@@ -98,22 +101,36 @@ class _Batch:
         self.flight: int | None = None  # the draft length of the round that a device was given ahead
         self.waits = False  # was the round that is played not launched ahead, though it could have been?
 
-    def play(self) -> None:
+    def play(self, chunk: int) -> None:
+        """Until all have begun, nothing is counted, as when it is measured. A row that begins early is ahead by then,
+        the more the better its draft is, and the last ones end the batch alone."""
         if self.guesses is not None:
             self.guesses.begin(self.views)
-        if self.controller is not None:
-            self._read_prompts(self.controller)
-        self._leave()
+        everyone, self.views, out, self.out = self.views, [], self.out, Played()
+        read = list(accumulate(view.prompt_length for view in everyone))
+        for step in range(-(-read[-1] // chunk)):
+            self._begin(
+                [v for v, tokens in zip(everyone, read, strict=True) if step * chunk < tokens <= (step + 1) * chunk]
+            )
+            if (step + 1) * chunk < read[-1] and self.views:
+                self._round()
+                self._leave()
+        self.out, out.each = out, out.each | dict.fromkeys(self.out.each, 0.0)
+        for view in self.views:
+            view.seconds = 0.0
         while self.views:
             self._round()
             self._leave()
 
-    def _read_prompts(self, controller: Controller) -> None:
-        """The target reads them whoever drafts, so that is not counted."""
-        seconds = self.costs.prefill(len(self.views)) * sum(view.prompt_length for view in self.views)
-        rows = len(self.views)
-        read = [Round(v.id, 0, 0, 1, rows, 1, v.prompt_length - 1, 0.0, seconds, seconds) for v in self.views]
-        controller.observe(read)
+    def _begin(self, views: list[View]) -> None:
+        """The target reads their prompts whoever drafts, so that is not counted."""
+        self.views += views
+        if self.controller is not None and views:
+            seconds = self.costs.prefill(len(views)) * sum(view.prompt_length for view in views)
+            read = [Round(v.id, 0, 0, 1, len(views), 1, v.prompt_length - 1, 0.0, seconds, seconds) for v in views]
+            self.controller.observe(read)
+        self.flight = None
+        self._leave()
 
     def _leave(self) -> None:
         for view in [view for view in self.views if view.left <= 0]:

@@ -15,6 +15,9 @@ neighbours in time with each other: by Bartlett's weights (as Newey and West do)
 stretches, the larger of the two, and never less than the blocks alone say. What is slower still, such as another
 program that wants memory for minutes, a short measurement cannot see: all of it lies within. ``DRIFT`` stands for that.
 
+A controller that drafts a prompt at one time and not at another makes spells, too, and a short measurement has few of
+them. The interval then is as wide as it has to be for the number of long stretches, not for that of blocks.
+
 On a shared machine something else has the processor for a tenth of a second now and then, and one of the two answers
 gets all of it. A block whose ratio is far from what its prompt's other blocks say counts as if the slower side had been
 just so slow (``_without_stalls``): one stall in a hundred rounds would else make the interval twice as wide.
@@ -72,6 +75,7 @@ class Block:
     base_seconds: float
     tokens: int
     seconds: float
+    drafted: bool = True  # by the second one
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ def ratio(blocks: Sequence[Block], level: float = LEVEL) -> Ratio | None:
     groups = [b.prompt for b in blocks]
     drift = DRIFT**2 / (1 + sum(b.base_seconds + b.seconds for b in blocks) / SPELL)
     noise, spread = _noise(pulls, groups), _spread(pulls, groups)
+    if noise is not None and _comes_and_goes(blocks):
+        noise = noise[0], max(1, min(noise[1], _stretches(len(blocks)) - 1))
     here, others = (
         _interval(value, math.sqrt(each[0] + drift), each[1], level) if each is not None else None
         for each in (noise, spread)
@@ -150,6 +156,11 @@ def _without_stalls(blocks: Sequence[Block]) -> list[Block]:
             block = replace(block, seconds=block.seconds * math.exp(most + away))
         found.append(block)
     return found
+
+
+def _comes_and_goes(blocks: Sequence[Block]) -> bool:
+    """Was some prompt answered with drafts at one time, and without at another?"""
+    return len({block.prompt for block in blocks}) < len({(block.prompt, block.drafted) for block in blocks})
 
 
 def _noise(pulls: Sequence[float], groups: Sequence[int]) -> tuple[float, int] | None:
@@ -185,11 +196,15 @@ def _long_run(errors: Sequence[float]) -> float:
 
 def _by_stretches(errors: Sequence[float]) -> float:
     """The same from the sums of long stretches of time, which are as good as independent."""
-    count = min(STRETCHES, len(errors) // STRETCH)
+    count = _stretches(len(errors))
     if count < 3:
         return 0.0
     ends = [len(errors) * i // count for i in range(count + 1)]
     return count / (count - 1) * sum(sum(errors[a:b]) ** 2 for a, b in pairwise(ends))
+
+
+def _stretches(blocks: int) -> int:
+    return min(STRETCHES, blocks // STRETCH)
 
 
 def _spread(pulls: Sequence[float], groups: Sequence[int]) -> tuple[float, int] | None:

@@ -35,7 +35,7 @@ from .machine_facts import machine, memory
 from .predict import write
 from .record import Record
 from .replay import replay
-from .round_costs import LENGTHS, RoundCosts, measure_rounds, told
+from .round_costs import RoundCosts, measure_rounds, told
 from .statistics import Ratio
 from .system import System, SystemOptions
 from .texts import choose, shipped
@@ -47,7 +47,7 @@ SECONDS = 60.0
 SMALL = "small"  # the embedded model as the draft, as it is
 USUAL = {"cuda": "llama-3-8b", "cpu": "1.5b"}  # the target's shape, by device
 ON_CPU = "int8"  # weights of the target: floats of this size are nothing to run on a CPU
-TOKENS = 200  # of a supposed answer
+PROMPT, TOKENS = 64, 200  # tokens of a prompt at the most, and of a supposed answer
 TEXTS = 8
 LEAST = 15.0  # seconds for a pair that is run
 
@@ -196,7 +196,7 @@ class Supposer:
     def run(self, seconds: float | None = SECONDS) -> None:
         """Costs, what follows from them, and then the pairs that are run."""
         settings, budget = self.settings, Budget(seconds)
-        prompts = [("any", self.plain.ids(text)) for text in choose(shipped(), 4)]
+        prompts = [("any", self.plain.ids(text)[:PROMPT]) for text in choose(shipped(), 4)]
         self._about = self.system.facts() | {"shape": self.shape, "draft_shape": settings.draft}
         costs, base = self._costs([ids for _, ids in prompts], budget)
         self._told = told(costs) | {"plain": told(base)}
@@ -226,7 +226,7 @@ class Supposer:
             {"plain": self.plain, "drafted": self.system},
             prompts,
             rows=sorted({1, *self.settings.rows}),
-            lengths=captured.lengths if captured is not None else LENGTHS,
+            lengths=captured.lengths if captured is not None else (0, *sorted(self.settings.gammas)),
             late=lambda: share.over,
             tell=self._tell,
         )
@@ -276,6 +276,6 @@ def supposed_texts(alpha: float, count: int) -> dict[Written, Agreement]:
     chance, found = random.Random(0), dict[Written, Agreement]()
     for number in range(count):
         line = (tuple(float(chance.random() < alpha) for _ in range(TOKENS)),)
-        text = Written(f"supposed {number}", 64, tuple(range(64 + TOKENS)))
+        text = Written(f"supposed {number}", PROMPT, tuple(range(PROMPT + TOKENS)))
         found[text] = Agreement(True, line, line, line, line)
     return found

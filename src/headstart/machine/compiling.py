@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from ..errors import EngineBusy
 
-__all__ = ["PAUSE", "Compilers"]
+__all__ = ["Compilers"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ MOST = 12  # at once, slow ones too
 EACH = 3  # of one client's
 WAITING = 256
 NICE = 10  # by so much a slow one's priority is lowered: the engine goes first
-PAUSE = 0.1  # seconds in which those who wait look whether there is a place
+PAUSE = 0.1  # seconds in which those who wait for a place look whether there is one
 
 
 class _Compiling(Generic[T]):
@@ -84,7 +84,7 @@ class Compilers(Generic[T]):
 
     def submit(self, work: Callable[[], T], client: str | None = None) -> Future[T]:
         """``client``: who asks for it; None: this program itself, which may have as much as there is. Whoever waits for
-        it calls ``tend`` every ``PAUSE``. ``EngineBusy``: too many wait."""
+        it calls ``tend`` every ``pause`` seconds. ``EngineBusy``: too many wait."""
         job = _Compiling(work, client)
         with self._lock:
             if len(self._waiting) >= WAITING:
@@ -92,6 +92,11 @@ class Compilers(Generic[T]):
             self._waiting.append(job)
         self.tend()
         return job.future
+
+    def pause(self, future: Future[T]) -> float:
+        """How long who waits for this may sleep: until there may be a place for it; once it has begun, until it is slow
+        and gives its place up. Its end is told by the future itself."""
+        return PAUSE + (SLOW if future.running() else 0.0)
 
     def tend(self) -> None:
         """Begin what may begin."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineBusy, InvalidParameter, MissingExtra
 from ..types import Structured
-from .compiling import PAUSE, Compilers
+from .compiling import Compilers
 from .grammar_state import CompiledGrammar, Vocabulary, computed, first_line
 from .mask_budget import TOO_SLOW
 from .schemas import adapted, escapes
@@ -76,7 +76,7 @@ class Grammars:
         order = self.order(asked, client)
         while not order.over:
             with suppress(TimeoutError, InvalidParameter):
-                order.future.result(PAUSE)
+                order.future.result(order.pause)
         return order.found()
 
     def order(self, asked: Structured, client: str | None = None) -> Order:
@@ -91,7 +91,7 @@ class Grammars:
             elif found is None or found.cancelled():
                 found = self._compilers.submit(partial(self._work, tokens, asked), client)
                 self._running[asked] = found
-        return Order(asked, found, self._compilers.tend, self._deadline)
+        return Order(asked, found, self._compilers, self._deadline)
 
     def _read_tokens(self) -> tuple[LLTokenizer, Vocabulary]:
         """The tokenizer's bytes, read once."""
@@ -119,19 +119,28 @@ class Grammars:
 
 
 class Order:
-    """A grammar that somebody waits for, until a deadline: while it is not ``over``, look again every ``PAUSE``."""
+    """A grammar that somebody waits for, until a deadline: while it is not ``over``, look again after ``pause``."""
 
     def __init__(
-        self, asked: Structured, future: Future[CompiledGrammar], tend: Callable[[], None], deadline: float
+        self,
+        asked: Structured,
+        future: Future[CompiledGrammar],
+        compilers: Compilers[CompiledGrammar],
+        deadline: float,
     ) -> None:
         self.future = future
-        self._asked, self._tend, self._deadline = asked, tend, deadline
+        self._asked, self._compilers, self._deadline = asked, compilers, deadline
         self._end = monotonic() + deadline
 
     @property
     def over(self) -> bool:
-        self._tend()
+        self._compilers.tend()
         return self.future.done() or monotonic() >= self._end
+
+    @property
+    def pause(self) -> float:
+        """Seconds, to the deadline at the most."""
+        return max(0.0, min(self._compilers.pause(self.future), self._end - monotonic()))
 
     def found(self) -> CompiledGrammar:
         """What came of it. One that waits still is given up; one that has begun cannot be stopped, and is kept."""

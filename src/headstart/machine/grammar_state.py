@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from .mask_budget import TOO_SLOW, Budget
 
 __all__ = ["CompiledGrammar", "GrammarState", "Matcher", "Vocabulary", "computed", "first_line"]
 
+T = TypeVar("T")
 
 _NO_TOKEN = ("NoExtensionBias", "forced bytes")  # llguidance's words for what no token spells
 
@@ -199,12 +200,29 @@ class _Place:
             why = "this model has no token for what it wants"
         self.fault = f"the grammar could not be followed here: {why}"
 
+    @property
+    def follows(self) -> bool:
+        """Does the grammar say what comes here: not in the free text, not behind the end?"""
+        return self.matcher is not None and not self.over and self.fault is None
+
     def forced(self) -> tuple[int, ...]:
-        if self.over or self.fault is not None or self.matcher is None:
+        if self.matcher is None or not self.follows:
             return ()
         if self.run is None:
             self.run = tuple(self.matcher.compute_ff_tokens())
         return self.run
+
+    def allows(self, token: int) -> bool | None:
+        """Has the mask this token's bit? None: only the mask itself tells."""
+        if self.matcher is None or not self.follows or self.ends(token):
+            return None
+        if forced := self.forced():
+            return token == forced[0]
+        return token < self.grammar.tokens.size and self.matcher.validate_tokens([token]) == 1
+
+    def ends(self, token: int) -> bool:
+        """Could this token end a text?"""
+        return token in self.endings or token in self.grammar.tokens.eos
 
     def fits(self, line: Sequence[int]) -> int | None:
         """How many of these may follow; None: that is to be asked a token at a time."""
@@ -244,8 +262,10 @@ class GrammarState:
         self._min_tokens, self._taken = min_tokens, 0
         self._words, self._budget = grammar.tokens, grammar.budget
         self._ahead: tuple[tuple[int, ...], _Place] | None = None  # a place behind drafted tokens, and which
-        #: masks behind drafted tokens, and what must come there; of those that are committed, the rest stays
-        self._known: dict[tuple[int, ...], tuple[Mask | None, tuple[int, ...] | None]] = {}
+        # What was found out behind drafted tokens; of those that are committed, the rest stays.
+        self._known: dict[tuple[int, ...], Mask | None] = {}
+        self._runs: dict[tuple[int, ...], tuple[int, ...]] = {}  # what must come there, empty where there is a choice
+        self._fine: dict[tuple[int, ...], int] = {}  # a token that may follow
         self._fault: str | None = None  # of a place behind drafted tokens
         self._lock = Lock()
 
@@ -260,22 +280,38 @@ class GrammarState:
 
     def take(self, token: int) -> None:
         with self._lock, self._budget.spending(tokens=1):
-            known = self._known if self._fault is None else {}
-            self._ahead, self._fault, self._known = None, None, {}
+            known, runs, fine = (self._known, self._runs, self._fine) if self._fault is None else ({}, {}, {})
+            self._ahead, self._fault, self._known, self._runs, self._fine = None, None, {}, {}, {}
             self._taken += 1
             self._base.take(token)
-            self._known = {path[1:]: found for path, found in known.items() if path[:1] == (token,)}
-            if self._base.run is None and () in self._known:
-                self._base.run = self._known[()][1]
+            self._known, self._runs, self._fine = _behind(known, token), _behind(runs, token), _behind(fine, token)
+            if self._base.run is None:
+                self._base.run = self._runs.get(())
+            # Somebody will ask for it, and now the grammar is in the cache: behind the next forward it is not.
+            self._noted((), self._base)
 
     def mask(self, drafted: tuple[int, ...]) -> Mask | None:
         with self._lock:
             if drafted in self._known:
-                return self._known[drafted][0]
+                return self._known[drafted]
             if self._budget.exceeded:
                 return np.zeros(self._words.words, np.uint32)
             with self._budget.spending():
                 return self._mask(drafted)
+
+    def allows(self, drafted: tuple[int, ...], token: int) -> bool:
+        with self._lock:
+            if self._fine.get(drafted) == token:
+                return True
+            if drafted not in self._known and not self._budget.exceeded:
+                with self._budget.spending():
+                    said = self._checked(drafted, token)
+                if said:
+                    self._fine[drafted] = token
+                if said is not None:
+                    return said
+        row = self.mask(drafted)
+        return row is None or allows(row, token)
 
     def fits(self, drafted: Sequence[int]) -> int:
         line, count = () if self._budget.exceeded else tuple(drafted), 0
@@ -291,23 +327,46 @@ class GrammarState:
                 count += 1
         return count
 
-    def forced(self, most: int) -> tuple[int, ...]:
-        if self._budget.exceeded:
-            return ()
-        with self._lock, self._budget.spending():
-            return self._base.forced()[:most]
+    def forced(self, most: int, drafted: tuple[int, ...] = ()) -> tuple[int, ...]:
+        with self._lock:
+            if self._budget.exceeded:
+                return ()
+            if drafted not in self._runs:
+                with self._budget.spending():
+                    return self._noted(drafted, self._at(drafted))[:most]
+            return self._runs[drafted][:most]
+
+    def _checked(self, drafted: tuple[int, ...], token: int) -> bool | None:
+        """``_Place.allows`` there. Where it is known what must come, or that there is a choice, no place is needed: the
+        grammar reads the drafted tokens and this one, and forgets them."""
+        base, run = self._base, self._runs.get(drafted)
+        if run is None or base.matcher is None or base.ends(token) or token >= self._words.size:
+            place = self._at(drafted)
+            self._noted(drafted, place)
+            return place.allows(token)
+        if run:
+            return token == run[0]
+        line = [*base.unread, *drafted, token]
+        return base.matcher.validate_tokens(line) == len(line)
+
+    def _noted(self, drafted: tuple[int, ...], place: _Place) -> tuple[int, ...]:
+        """What must come at a place, kept where a grammar has a say."""
+        run = place.forced()
+        if place.follows:
+            self._runs[drafted] = run
+        return run
 
     def _mask(self, drafted: tuple[int, ...]) -> Mask | None:
-        found = self._known.get(drafted)
-        if found is None:
+        if drafted not in self._known:
             place = self._at(drafted)
             row = place.mask()
             if drafted and place.fault is not None:
                 self._fault = self._fault or place.fault
             if self._taken + len(drafted) < self._min_tokens and not place.over:
                 row = self._held_back(row)
-            found = self._known[drafted] = row, place.run
-        return found[0]
+            self._noted(drafted, place)
+            self._known[drafted] = row
+        return self._known[drafted]
 
     def _held_back(self, row: Mask | None) -> Mask:
         """Without what would end the text, unless there is nothing else."""
@@ -325,7 +384,14 @@ class GrammarState:
         if kept is None or drafted[: len(kept[0])] != kept[0]:
             kept = (), self._base.copy()
         at, place = kept
-        for token in drafted[len(at) :]:
-            place.take(token)
+        for count in range(len(at), len(drafted)):
+            place.take(drafted[count])
+            if place.run is None:
+                place.run = self._runs.get(drafted[: count + 1])
         self._ahead = drafted, place
         return place
+
+
+def _behind(found: dict[tuple[int, ...], T], token: int) -> dict[tuple[int, ...], T]:
+    """Of what is known behind drafted tokens, what stays when one is committed."""
+    return {path[1:]: each for path, each in found.items() if path[:1] == (token,)}

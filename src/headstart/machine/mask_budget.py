@@ -9,8 +9,6 @@ Masks are worked out between the rounds of everybody. Some grammars compile at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import thread_time
 
 __all__ = ["A_TOKEN", "MOST", "TOO_SLOW", "Budget"]
@@ -27,12 +25,27 @@ class Budget:
         self._behind = 0.0
         self.exceeded = False  # and so it stays
 
-    @contextmanager
-    def spending(self, *, tokens: int = 0) -> Iterator[None]:
+    def spending(self, *, tokens: int = 0) -> _Spending:
         """What runs inside counts; ``tokens`` were committed by it."""
-        started = thread_time()  # not the clock's: a busy machine is no fault of a grammar's
-        try:
-            yield
-        finally:
-            self._behind = max(0.0, self._behind + thread_time() - started - A_TOKEN * tokens)
-            self.exceeded = self.exceeded or self._behind > MOST
+        return _Spending(self, tokens)
+
+    def spend(self, seconds: float) -> None:
+        self._behind = max(0.0, self._behind + seconds)
+        if self._behind > MOST:
+            self.exceeded = True
+
+
+class _Spending:
+    """A class, not a generator: between two forwards nothing is in the cache, and every line of code costs."""
+
+    __slots__ = ("_budget", "_earned", "_started")
+
+    def __init__(self, budget: Budget, tokens: int) -> None:
+        self._budget, self._earned = budget, A_TOKEN * tokens
+        self._started = thread_time()  # not the clock's: a busy machine is no fault of a grammar's
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.spend(thread_time() - self._started - self._earned)

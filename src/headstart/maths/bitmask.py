@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..types import Mask
 
-__all__ = ["allows", "masked", "only", "unpacked"]
+__all__ = ["allows", "bits_of", "masked", "only", "unpacked"]
 
 
 def allows(mask: Mask, token: int) -> bool:
@@ -29,6 +29,12 @@ def only(mask: Mask) -> int | None:
     return int(words[0]) * 32 + word.bit_length() - 1
 
 
+def bits_of(mask: Mask, width: int) -> np.ndarray:
+    """Of the first ``width`` tokens, which are allowed [width] bool; none past the end of the mask."""
+    found = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")[:width]
+    return np.pad(found, (0, width - len(found))).view(np.bool_)
+
+
 def masked(logits: Tensor, bits: Tensor) -> Tensor:
     """logits [R, N, V] without the tokens whose bits are not set: bits [R, N, W] int32, 32 tokens each -> a new tensor.
     What is not allowed does not count, broken numbers neither. Nothing here waits for a device."""
@@ -40,10 +46,9 @@ def masked(logits: Tensor, bits: Tensor) -> Tensor:
 def unpacked(masks: Sequence[Sequence[Mask | None]], nodes: int, width: int, device: torch.device | str) -> Tensor:
     """Masks of R rows with at most N nodes each, None for anything -> [R, N, width] bool. What a row lacks is anything,
     too; tokens past the end of a mask are not allowed by it."""
-    found = np.ones((len(masks), nodes, width), np.uint8)
+    found = np.ones((len(masks), nodes, width), np.bool_)
     for row, line in enumerate(masks):
         for node, mask in enumerate(line):
             if mask is not None:
-                bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")[:width]
-                found[row, node, : len(bits)], found[row, node, len(bits) :] = bits, 0
-    return torch.from_numpy(found).to(device).bool()
+                found[row, node] = bits_of(mask, width)
+    return torch.from_numpy(found).to(device)

@@ -17,12 +17,14 @@ from ..types import SamplingParams
 from .asks import DRAWING, PENALTIES, PROCESSING, RULES, TENSORS_ONLY, Asks, Served, asks_of
 from .limits import NO_TOP_K
 
-__all__ = ["UNTOUCHED", "History", "Warp", "temperature_of"]
+__all__ = ["LIKELIEST", "UNTOUCHED", "History", "Warp", "temperature_of"]
 
 #: the likeliest token of logits that nothing is done to
 UNTOUCHED = Served(
     "untouched logits", frozenset({"logprobs"}), DRAWING | PROCESSING | RULES | TENSORS_ONLY | {"structured"}
 )
+#: the same, of those that a grammar allows
+LIKELIEST = Served("likeliest that is allowed", UNTOUCHED.serves | {"structured"}, UNTOUCHED.declines - {"structured"})
 
 _COLD = 0.01  # below this temperature the largest logit is subtracted first, so that the quotient cannot overflow
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from ..errors import InvalidParameter
 from ..structured import Structured
 from ..types import Choice, Completion, Piece, SamplingParams
 from .answers import Chats, Prompt, Texts, Writer
-from .errors import Refused
+from .errors import Refused, described
 from .figures import Spelling
 from .reasoning import Reasoning
 from .replies import Reply, plain
@@ -31,9 +32,8 @@ from .tools import Toolbox
 
 __all__ = ["Brought", "Call", "Calls"]
 
-Brought: TypeAlias = Callable[
-    [int, Sequence[Piece]], Sequence[dict[str, Any]]
-]  # chunks, of a reader's number and pieces
+#: chunks, some as JSON already, of a reader's number and pieces
+Brought: TypeAlias = Callable[[int, Sequence[Piece]], Sequence[dict[str, Any] | bytes]]
 Pump: TypeAlias = Callable[[Brought], Awaitable[None]]
 
 
@@ -59,7 +59,8 @@ class Call:
             for i, prompt in enumerate(self.prompts):
                 name = f"{self.writer.id}-{i}"
                 submit = partial(llm.submit, prompt, self.params, id=name, prediction=self.prediction)
-                readers.append(await submit(buffer=buffer, wait=wait, client=client))
+                with _of_messages() if isinstance(self.writer, Chats) else nullcontext():
+                    readers.append(await submit(buffer=buffer, wait=wait, client=client))
         except BaseException as error:
             _close(readers)
             if isinstance(error, InvalidParameter) and error.field.startswith("structured"):
@@ -115,7 +116,7 @@ class Call:
                     for chunk in await asyncio.to_thread(rounds.brought, number, pieces):  # see ``whole``
                         yield chunk
             elif pump is not None:
-                await pump(rounds.brought)
+                await pump(rounds.written)
             else:
                 async for number, pieces in together(readers):
                     for chunk in rounds.brought(number, pieces):
@@ -160,6 +161,11 @@ class _Rounds:
         self._written += sum(piece.token_id is not None for piece in pieces)
         return [self.with_usage(chunk) for chunk in found]
 
+    def written(self, number: int, pieces: Sequence[Piece]) -> Sequence[dict[str, Any] | bytes]:
+        """The same, as JSON where that is quick."""
+        text = None if self._call.running_usage else self._call.writer.text_chunk(number, pieces)
+        return self.brought(number, pieces) if text is None else (text,)
+
     def with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         if not self._call.running_usage:
             return chunk
@@ -197,6 +203,10 @@ class Calls:
     def chat(self, body: ChatRequest) -> Call:
         """See ``lengthy``."""
         self.check_model(body.model)
+        with _of_messages():
+            return self._chat(body)
+
+    def _chat(self, body: ChatRequest) -> Call:
         box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
         wanted, params, writing = Wanted.of(body), body.params(), self._writing("chatcmpl", body)
         prompt: Any = (messages := body.conversation())
@@ -303,6 +313,18 @@ class Calls:
         guess = body.prediction.text if body.prediction is not None else None
         usage = body.wants_usage, body.wants_running_usage
         return Call(writer, prompts, params, guess, bool(body.stream), *usage, wanted)
+
+
+@contextmanager
+def _of_messages() -> Iterator[None]:
+    """What is wrong with the prompt of a chat is told of what its client sent: messages."""
+    try:
+        yield
+    except InvalidParameter as error:
+        if error.field != "prompt":
+            raise
+        said = described(error)
+        raise Refused(said.status, f"messages: the {said.message}", "messages", said.code) from None
 
 
 def _of_tools(error: InvalidParameter) -> Refused:

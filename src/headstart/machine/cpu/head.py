@@ -59,7 +59,7 @@ class _CallRecord(Structure):
     ]
 
 
-_FOLLOW = CFUNCTYPE(c_int64, c_int32, c_int32, c_int64, POINTER(c_void_p))
+_FOLLOW = CFUNCTYPE(c_int64, c_int32, c_int32, c_int64, c_int64, POINTER(c_void_p))
 
 
 def why_not(net: HeadNet) -> str | None:
@@ -267,6 +267,8 @@ class Masks(Protocol):
         """Which rows have one."""
 
     def mask(self, row: int) -> Mask | None: ...
+    def only(self, row: int) -> int | None: ...
+    def allows(self, row: int, token: int) -> bool: ...
     def take(self, row: int, token: int) -> None: ...
 
 
@@ -285,9 +287,14 @@ class _Asked:
             "words": self._words,
         }
 
-    def _follow(self, row: int, offset: int, before: int, found: Any) -> int:
+    def _follow(self, row: int, offset: int, before: int, likely: int, found: Any) -> int:
         if offset:
             self._masks.take(row, before)
+        if likely >= 0:
+            if (token := self._masks.only(row)) is not None:
+                return token
+            if self._masks.allows(row, likely):
+                return -1
         mask = self._masks.mask(row)
         if mask is None:
             return -1

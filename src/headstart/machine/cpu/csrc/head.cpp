@@ -168,32 +168,44 @@ struct Steps {
         return turn + 1;
     }
 
-    // A grammar's word on the next token: it is this one (then true), or the logits get its mask.
-    bool forced(int row, int offset, float* q) const {
+    // A grammar's word on the next token, of which ``likely`` is the row's guess or -1: it is another one, which is
+    // taken; the guess (or anything) is fine; or the logits get a mask.
+    enum Said { TAKEN, FINE, MASKED };
+    Said held(int row, int offset, int64_t likely, float* q) const {
         int64_t* line = c.drafted + (size_t)row * c.most;
         const uint32_t* mask = nullptr;
-        const int64_t token = c.follow(row, offset, offset ? line[offset - 1] : -1, &mask);
+        const int64_t token = c.follow(row, offset, offset ? line[offset - 1] : -1, likely, &mask);
         if (token < 0 || token >= h.tokens) {
             float* x = c.logits + (size_t)row * h.vocab;
             for (int i = 0; mask && i < h.vocab; i++) {
                 const int32_t id = h.ids[i];
                 if (id / 32 >= c.words || !(mask[id / 32] >> (id % 32) & 1)) x[i] += -INFINITY;
             }
-            return false;
+            return mask ? MASKED : FINE;
         }
         line[offset] = fed[row] = token;
         if (q && c.knobs && (c.knobs[row].rule == TOKEN_RULE || c.knobs[row].rule == BLOCK_RULE)) {
             memset(q, 0, sizeof(float) * (size_t)h.tokens);
             q[token] = 1.0f;
         }
-        return true;
+        return TAKEN;
     }
 
-    // The next word of a row, and how likely its token is to be reached by the target's text. By one thread.
+    // The next word of a row, and how likely its token is to be reached by the target's text. By one thread. A greedy
+    // guess is made without a mask first. The others come from the masked distribution, so they wait for the mask.
     void choose(int row, int offset) const {
         float* q = c.q ? c.q + ((size_t)row * c.most + offset) * h.tokens : nullptr;
-        if (c.masked && c.masked[row] && c.budgets[row] > offset && forced(row, offset, q)) return;
-        const Word word = next_token(h, c.logits + (size_t)row * h.vocab, c.knobs ? c.knobs + row : nullptr, offset, c.temperature, q);
+        const Knobs* knobs = c.knobs ? c.knobs + row : nullptr;
+        const bool grammar = c.masked && c.masked[row] && c.budgets[row] > offset;
+        const bool greedy = !knobs || knobs->rule == GREEDY;
+        const auto guess = [&] { return next_token(h, c.logits + (size_t)row * h.vocab, knobs, offset, c.temperature, q); };
+        Word word{-1, 0.0f};
+        if (!grammar || greedy) word = guess();
+        if (grammar) {
+            const Said said = held(row, offset, greedy && word.number >= 0 ? h.ids[word.number] : -1, q);
+            if (said == TAKEN) return;
+            if (said == MASKED || !greedy) word = guess();
+        }
         const bool sound = word.number >= 0;
         c.drafted[(size_t)row * c.most + offset] = sound ? h.ids[word.number] : -1;
         fed[row] = sound ? h.ids[word.number] : 0;

@@ -40,8 +40,9 @@ struct HeadCall {
     const Knobs* knobs;         // [rows] how a row draws its tokens; null: all rows take the likeliest
     float* q;                   // [rows, most, tokens] what they were drawn from, of rows with the token or block rule
     // What may follow a row's drafted tokens; asked before each of its tokens, by the thread that called. ``before``: the
-    // token at offset - 1. Returns the only token there is, or -1, and then a mask (see sampling.h) or null for anything.
-    int64_t (*follow)(int32_t row, int32_t offset, int64_t before, const uint32_t** mask);
+    // token at offset - 1. ``likely``: the row's guess, or -1: whether one token may follow is found out far sooner than
+    // all that may. Returns the only token there is, or -1, and then a mask (see sampling.h), or null: anything, or the guess.
+    int64_t (*follow)(int32_t row, int32_t offset, int64_t before, int64_t likely, const uint32_t** mask);
     const uint8_t* masked;      // [rows] 1: rows it is asked about; null: none
     int32_t words;              // of a mask
 };
