@@ -1,12 +1,10 @@
 """Products of packed matrices on the CPU kernels, by the time of a plain read of the same bytes by the same threads.
 
     python benchmarks/cpu_kernels.py --out benchmarks/results/cpu-kernels.json
-    python benchmarks/cpu_kernels.py --tiles --outputs 1024 --inputs 512 --mib 1      # in the cache
 
 A table of kind x tokens: time of the products over time of the read, how fast the read is, and which share of the
 integer units' peak (dot-product instructions on registers, all threads) the widest products reach. Matrices are of a
 1.5B model's shape and together too large for any cache. Peak, reads and products take turns; the best of all turns.
-``--tiles``: by dot products and by tiles (AMX) instead, in microseconds for a million weights, all tokens together.
 """
 
 from __future__ import annotations
@@ -98,46 +96,6 @@ def measure(kind: str, outputs: int, inputs: int, total: int, threads: int, turn
     return found
 
 
-def both_ways(kind: str, chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Tokens -> microseconds for a million weights, by dot products and by tiles; the two take turns."""
-    made = weights(kind, chosen.outputs, chosen.inputs, chosen.mib << 20)
-    library, workers = kernels(), pool(chosen.threads)
-    most = max(chosen.tokens)
-    x, y = torch.randn(most, chosen.inputs), torch.empty(most, chosen.outputs)
-    ways = {"dot products": 0, "tiles": 1}
-    found: dict[str, dict[str, float]] = {way: {} for way in ways}
-    again = max(1, (32 << 20) // made.memory.numel())
-    for n in chosen.tokens:
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(chosen.turns):
-            for way, least in ways.items():
-                library.hs_tiles(-1, least)
-                begun = perf_counter()
-                for record in made.records * again:
-                    library.hs_product(workers, ctypes.byref(record), x.data_ptr(), n, y.data_ptr())
-                seconds[way].append(perf_counter() - begun)
-        for way in ways:
-            millions = chosen.outputs * chosen.inputs * len(made.records) * again / 1e6
-            found[way][str(n)] = round(min(seconds[way]) * 1e6 / millions, 2)
-    library.hs_tiles(-1, -1)
-    return found
-
-
-def show_both_ways(chosen: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    if not kernels().hs_tiles(-1, -1):
-        raise SystemExit("no AMX here, or no permission for it")
-    table = {kind: both_ways(kind, chosen) for kind in chosen.kinds}
-    print(
-        "kind     by            "
-        + "".join(f"{n:>8}" for n in chosen.tokens)
-        + "   (us for a million weights, by tokens)"
-    )
-    for kind, ways in table.items():
-        for way, row in ways.items():
-            print(f"{kind:<9}{way:<14}" + "".join(f"{row[str(n)]:8.1f}" for n in chosen.tokens))
-    return table
-
-
 def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
@@ -161,13 +119,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=192, help="weights of a kind, in MiB")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--tiles", action="store_true", help="dot products beside tiles (AMX)")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[4, 8, 16, 32, 60], help="with --tiles")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     print(f"{processor()}, {instructions()}, {chosen.threads} threads, [{chosen.outputs}, {chosen.inputs}]")
-    if chosen.tiles:
-        return keep(chosen, {"us for a million weights": show_both_ways(chosen)})
     print("kind     " + "".join(f"{n:>7}" for n in TOKENS) + "   read GB/s   (time over a plain read, by tokens)")
     table = {}
     for kind in chosen.kinds:

@@ -14,7 +14,6 @@ HS_API void hs_pack(int, const float*, const int32_t*, int, int, uint8_t*);
 HS_API int hs_pack_gguf(int, int, const uint8_t*, int64_t, const int32_t*, int, int, uint8_t*);
 HS_API void hs_unpack(const Matrix*, const int32_t*, int, float*);
 HS_API const char* hs_instructions();
-HS_API int hs_tiles(int, int);
 HS_API void* hs_pool_new(int);
 HS_API void hs_product(void*, const Matrix*, const float*, int, float*);
 HS_API void* hs_model_new(const Model*);
@@ -129,7 +128,6 @@ static void decoder(void* pool) {
 int main() {
     void* pool = hs_pool_new(2);
     fprintf(stderr, "%s\n", hs_instructions());
-    if (const char* least = getenv("HS_TILES_FROM")) hs_tiles(-1, atoi(least));
     products(pool);
     decoder(pool);
     fflush(stdout);

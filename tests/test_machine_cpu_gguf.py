@@ -133,28 +133,6 @@ def test_a_tokens_product_has_the_same_bits_in_any_company(name: str, level: str
             assert torch.equal(product(record, x[first : first + count], level), together[first : first + count])
 
 
-@pytest.mark.parametrize("extreme", [False, True])
-@pytest.mark.parametrize("name", TYPES)
-def test_products_by_tiles_have_the_same_bits(name: str, extreme: bool, level: str) -> None:
-    """AMX against the dot products in one process: all numbers of tokens, four, two tiles and one, broken numbers.
-    (Emulated in test_machine_cpu_arm.py.)"""
-    library = kernels(level)
-    if not library.hs_tiles(-1, -1):
-        pytest.skip("no AMX here, or no permission")
-    record, _memory = packed(name, level, extreme=extreme)
-    x = torch.randn(130, INPUTS, generator=torch.Generator().manual_seed(8)) * torch.logspace(-9, 9, 130)[:, None]
-    x[7, 5], x[9, 300], x[11], x[12] = float("nan"), float("inf"), 0.0, -1.0
-    try:
-        for tokens in (*range(1, 62), 130):
-            found = []
-            for least in (0, 1):
-                library.hs_tiles(-1, least)
-                found.append(product(record, x[:tokens], level, threads=2))
-            assert same(*found), tokens
-    finally:
-        library.hs_tiles(-1, -1)
-
-
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("other", OTHERS)
 def test_products_have_the_same_bits_with_every_instruction_set(name: str, other: str) -> None:

@@ -76,7 +76,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "hs_unpack": (None, [POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),
     "hs_advise": (None, [c_void_p, c_int64]),
     "hs_instructions": (c_char_p, []),
-    "hs_tiles": (c_int, [c_int, c_int]),
     "hs_pool_new": (c_void_p, [c_int]),
     "hs_pool_size": (c_int, [c_void_p]),
     "hs_product": (None, [c_void_p, POINTER(MatrixRecord), c_void_p, c_int, c_void_p]),

@@ -178,7 +178,6 @@ struct Forward {
     }
 
     void run(int thread) const {
-        [[maybe_unused]] TilesOfThread tiles;
         Share* share = room.shares.data();
         const auto turn = [&] { return Turn{room.runs, thread, (int)(share - room.shares.data())}; };
         const auto tile = [&](const Matrix& matrix) {
@@ -331,7 +330,6 @@ HS_API void hs_product(void* pool, const Matrix* m, const float* x, int tokens, 
     call.pool->run(
         [](void* argument, int thread) {
             ProductCall& p = *(ProductCall*)argument;
-            [[maybe_unused]] TilesOfThread tiles;
             const Matrix& m = *p.m;
             for (int t; (t = p.rounding.take()) < p.tokens;) {
                 const float* x = p.x + (size_t)t * m.inputs;

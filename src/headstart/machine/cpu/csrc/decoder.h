@@ -6,7 +6,6 @@
 
 #include "pool.h"
 #include "product.h"
-#include "tiles.h"
 
 namespace hs {
 
@@ -77,14 +76,12 @@ template <typename T> class Buffer {
 };
 
 class Rounded {
-    static constexpr int MOST_OVER = 16 * GROUP;  // tiles read numbers of so many tokens more, and nobody uses them
-
   public:
     Inputs need(int tokens, int width, bool exact, bool by_256 = false) {
         // Not a power of two apart: a prompt's groups would all want the same few lines of the caches.
         const int rows = tokens > MOST_TOKENS ? tokens | 1 : tokens;
         const size_t n = (size_t)rows * width, b = n / GROUP;
-        return {numbers_.need(n + MOST_OVER), scales_.need(b), totals_.need(b),                   offsets_.need(b),
+        return {numbers_.need(n), scales_.need(b), totals_.need(b),                   offsets_.need(b),
                 halves_.need(2 * b), factors_.need(b), bases_.need(b / 8 + 1),              pairs_.need(b + 2 * rows),
                 exact ? exact_.need(n) : nullptr, width, rows, by_256};
     }

@@ -216,7 +216,6 @@ struct Steps {
     }
 
     void run(int thread) const {
-        [[maybe_unused]] TilesOfThread tiles;
         Share* turn = share;
         const int* of = nullptr;
         if (c.reading) {

@@ -1,8 +1,6 @@
 // The products, compiled once.
-#include <atomic>
-
+#include "product_256.h"
 #include "product_float.h"
-#include "product_tiles.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -38,42 +36,26 @@ void round_block(const Inputs& to, int token, int block, const float* x) {
 }
 
 template <int KIND, int W, int TILES>
-static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out,
-                                 bool tiles) {
-#if defined(HS_TILES)
-    if (tiles) return tiled_product<KIND, TILES>(p, stride, blocks, in, tokens, out);
-#endif
+static HS_INLINE void some_tiles(const uint8_t* p, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
     if constexpr (by_256(KIND))
         by_256_product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
     else
         product<KIND, W, TILES>(p, stride, blocks, in, tokens, out);
 }
 
-// -- by tiles, where there are some
-
-// The least number of tokens of a kind that go through tiles, and one more; 0: where it pays. Set by hand for tests and
-// measurements, which want both ways in one process.
-static std::atomic<int> tiles_from[KINDS];
-
-static bool by_tiles(int kind, int tokens) {
-    const int chosen = tiles_from[kind].load(std::memory_order_relaxed), least = chosen ? chosen - 1 : tiles_pay_from(kind);
-    return !is_exact(kind) && least && tokens >= least && tiles_permitted();
-}
-
 template <int KIND>
 static void run(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
     const size_t stride = m.tile_bytes();
     const int blocks = m.blocks();
-    const bool tiles = by_tiles(KIND, tokens);
     for (int i = 0; i < count;) {
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;
         if (count - i >= 4)
-            some_tiles<KIND, 2, 4>(p, stride, blocks, in, tokens, to, tiles), i += 4;
+            some_tiles<KIND, 2, 4>(p, stride, blocks, in, tokens, to), i += 4;
         else if (count - i >= 2)
-            some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to, tiles), i += 2;
+            some_tiles<KIND, 2, 2>(p, stride, blocks, in, tokens, to), i += 2;
         else
-            some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to, tiles), i += 1;
+            some_tiles<KIND, 1, 1>(p, stride, blocks, in, tokens, to), i += 1;
     }
 }
 
@@ -98,17 +80,10 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
 
 using namespace hs;
 
-#if defined(HS_EMULATED_TILES)
-#define HS_NAMED(name) (tiles_permitted() ? name ", emulated tiles" : name)
-#else
-constexpr bool TILES_PAY = tiles_pay_from(INT8) || tiles_pay_from(INT4) || tiles_pay_from(Q4_K);
-#define HS_NAMED(name) (TILES_PAY && tiles_permitted() ? name " and AMX" : name)
-#endif
-
-// The instructions that this library was compiled to use, and may.
+// The instructions that this library was compiled to use, uses.
 HS_API const char* hs_instructions() {
 #if defined(__AVX512VNNI__)
-    return HS_NAMED("AVX-512 VNNI");
+    return "AVX-512 VNNI";
 #elif defined(__AVX512F__)
     return "AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -118,16 +93,8 @@ HS_API const char* hs_instructions() {
 #elif defined(__aarch64__)
     return "NEON";
 #else
-    return HS_NAMED("plain");
+    return "plain";
 #endif
-}
-
-// Products of ``least`` tokens and more of a kind (below 0: of any) go through tiles; 0: none do; -1: those that are faster
-// so. Are there tiles at all?
-HS_API int hs_tiles(int kind, int least) {
-    for (int i = 0; i < KINDS; i++)
-        if (kind < 0 || kind == i) tiles_from[i].store(least + 1, std::memory_order_relaxed);
-    return tiles_permitted();
 }
 
 // Ask for large pages: weights are read from end to end every step.
