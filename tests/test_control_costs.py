@@ -141,3 +141,16 @@ def test_beginning_to_draft_costs_what_it_costs_and_not_the_noise(noise: float, 
         costs.add(1, 2 if wide else 1, took * stall * chance.lognormvariate(0, noise))
         found.append(costs.switch)
     assert median(found[100:]) == pytest.approx(gap, abs=0.055)
+
+
+def test_a_plain_round_that_is_not_counted_is_no_measurement() -> None:
+    """The first one behind drafts, with rows that were not timed yet: nothing is known of such a round then, not even
+    that it took no time."""
+    costs = Costs()
+    costs.add(1, 1, 0.010)
+    costs.add(8, 4, 0.020)
+    costs.add(8, 1, 0.012)
+    assert all(seconds > 0 for rows in (1, 8) for _, seconds, _ in costs.table(rows))
+    assert all(seconds > 0 for seconds in costs.forwards(8, 5, curious=True))
+    costs.add(8, 1, 0.013)
+    assert costs.forwards(8, 5, curious=True)[0] == pytest.approx(0.013)

@@ -102,11 +102,11 @@ class Costs:
     def add(self, rows: int, width: int, seconds: float) -> None:
         self._clock += 1
         self._tables.clear()
-        cells = self._cells.setdefault(_like(rows), {})
-        cell = cells.setdefault(width, _Cell())
         changed, self._drafted = self._drafted != (width > 1), width > 1
         if changed and width == 1 and not self.timed(rows):
             return  # drafting has just ended: the next one is what others are compared with
+        cells = self._cells.setdefault(_like(rows), {})
+        cell = cells.setdefault(width, _Cell())
         if len(cell.seen) >= 3:
             if changed:
                 # Over a usual round of this width, and less than that counts, too: what only ever adds up would be
