@@ -195,6 +195,24 @@ def test_rows_that_are_idle_keep_what_they_hold(plain: LLM) -> None:
     assert run(made, params) == expected  # from warm rows, which were idle passengers before
 
 
+def test_rows_that_leave_cost_the_draft_model_no_forward(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is always right lacks two tokens behind every round: a captured draft reads both itself."""
+    made, read = engine(3, 5, share=0.0), list[int]()
+    drafter = made.parts.drafter
+    assert isinstance(drafter, ModelDrafter)
+    own = drafter.runner.read
+
+    def counted(pieces: Any, **more: Any) -> Any:
+        read.extend(row for row, _ in pieces)
+        return own(pieces, **more)
+
+    monkeypatch.setattr(drafter.runner, "read", counted)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (7, 12, 18, 23, 40)]
+    assert run(made, params) == [answer.token_ids for answer in answered(plain, params)]
+    assert len(read) == len(PROMPTS), "each prompt once, and nothing when rows left and others moved"
+    check_slab(drafter.runner.slab)
+
+
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "llama4", "qwen2-mixed", "deepseek-v3"])
 def test_any_model_that_the_slab_serves(architecture: str) -> None:
     """Windows, chunks and learned positions, told by lengths on the device."""

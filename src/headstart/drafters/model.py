@@ -113,7 +113,7 @@ class ModelDrafter(Drafter):
 
     def align(self, views: Sequence[DraftView]) -> bool:
         slab = self.runner.slab
-        read = self._read_missing(views, 1)
+        read = self._read_missing(views, 2)
         for row, view in enumerate(views):
             slab.swap(slab.row(view.id), row)
         return read

@@ -107,7 +107,8 @@ __attribute__((noinline)) void add_many(const uint8_t* const* block, const uint8
     for (int t = 0; t < tokens; t++) end.add(in, b, t, whole + t, tokens, out + t, tokens);
 }
 
-// Do five to eight tokens go in two turns? To unpack a second time costs less than sums in memory, but on newer processors.
+// Do five to eight tokens of Q4_K go in two turns, and four with their sums in registers? To unpack a second time costs less
+// than sums in memory, but on newer processors.
 #if defined(__AVX512FP16__)
 constexpr bool IN_TURNS = false;
 #else
@@ -176,7 +177,8 @@ HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, co
     if constexpr (Block<W>::FEW >= 4) {
         if (tokens == 2) return product_256<KIND, W, TILES, 2>(data, stride, blocks, in, 2, out);
         if (tokens == 3) return product_256<KIND, W, TILES, 3>(data, stride, blocks, in, 3, out);
-        if (tokens == 4) return product_256<KIND, W, TILES, 4>(data, stride, blocks, in, 4, out);
+        if constexpr (KIND != Q4_K || IN_TURNS)
+            if (tokens == 4) return product_256<KIND, W, TILES, 4>(data, stride, blocks, in, 4, out);
     }
     if constexpr (Block<W>::FEW >= 4 && KIND == Q4_K && IN_TURNS) {  // the others take longer to unpack
         if (tokens == 5) return product_256<KIND, W, TILES, 5>(data, stride, blocks, in, 5, out);
