@@ -20,6 +20,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from statistics import mean
 from typing import Any
 
 from common import RESULTS, Report, interval, log, median, prompts
@@ -124,8 +125,11 @@ def compared(turns: dict[str, list[dict[str, Any]]], clients: int) -> dict[str, 
             spent = sum(each["event_loop_cpu_seconds"] for each in turns[way])
             found[way]["event_loop_us_per_token"] = 1e6 * spent / sum(each["tokens"] for each in turns[way])
     for way in ("own", "stream"):
-        found[way]["first_seconds"] = median(median(each["first_seconds"]) for each in turns[way])
-    found["first_later_by_seconds"] = found["stream"]["first_seconds"] - found["own"]["first_seconds"]
+        for which, of in {"": median, "mean_": mean, "last_": max}.items():  # of the clients of a turn
+            found[way][f"{which}first_seconds"] = median(of(each["first_seconds"]) for each in turns[way])
+    for which in ("", "mean_", "last_"):
+        later = found["stream"][f"{which}first_seconds"] - found["own"][f"{which}first_seconds"]
+        found[f"{which}first_later_by_seconds"] = later
     return {"clients": clients} | found
 
 

@@ -1,7 +1,7 @@
 """Do a server's answers change with speculation, with company, or when they are streamed? Random requests, compared.
 
     python benchmarks/serve_equal.py                    # 200 requests to the embedded default, 16 clients
-    python benchmarks/serve_equal.py --dtype float32    # its own modules: token ids only
+    python benchmarks/serve_equal.py --dtype float32    # the same model in float32, on the same kernels: token ids
     python benchmarks/serve_equal.py --quick            # a tiny model
 
 Every request is greedy or has a seed; all other options are drawn at random. Each is sent in every way that ``WAYS``
@@ -29,7 +29,6 @@ from common import RESULTS, as_json, log, machine, prompts
 
 from headstart import LLM, AsyncLLM
 from headstart.machine.load.embedded import embedded_draft, embedded_folder
-from headstart.machine.load.loading import load
 from headstart.testing import tiny_model, tiny_tokenizer
 
 CLIENTS = 16
@@ -279,9 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"gamma": gamma, "max_rows": given.rows, "max_model_len": 2048}
     if given.quick:
         llm = tiny(gamma=gamma)
-    elif given.dtype == "float32":  # a model that is passed in runs on its own modules
-        loaded = load(embedded_folder(), dtype="float32", device="cpu")
-        llm = LLM(loaded.model, embedded_draft(), tokenizer=loaded.tokenizer, **sizes)
+    elif given.dtype == "float32":
+        llm = LLM(embedded_folder(), embedded_draft(), dtype="float32", quantization=None, **sizes)
     else:
         llm = LLM(**sizes)
     if not given.quick:

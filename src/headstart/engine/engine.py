@@ -269,8 +269,8 @@ class Engine:
 
     def _fill(self) -> None:
         """Read prompts in, up to a chunk's worth of tokens, so that running sequences do not wait long."""
-        budget = self.config.prefill_chunk
-        while budget > 0 and (chunks := self._scheduler.chunks(budget)):
+        budget, enough = self.config.prefill_chunk, self.parts.runner.enough_to_read
+        while budget > 0 and (chunks := self._scheduler.chunks(budget, enough)):
             budget -= sum(len(chunk.tokens) for chunk in chunks)
             for chunk in chunks:
                 self._tell.begun(self._handles[chunk.sequence.request.id])

@@ -105,14 +105,15 @@ class Scheduler:
         free = self._waiting and self._slab.free_rows
         self._held_back = self._held_back + tokens if free else 0
 
-    def chunks(self, budget: int) -> list[Chunk]:
-        """What to read in now, ``budget`` tokens at the most; nothing if no prompt waits, or none has a row."""
+    def chunks(self, budget: int, enough: int | None = None) -> list[Chunk]:
+        """What to read in now, ``budget`` tokens at the most; nothing if no prompt waits, or none has a row.
+        ``enough``: see ``shares``."""
         self._admit()
         filling, found = list(self._filling.values()), []
         rows = [self._slab.row(s.id) for s in filling]
         starts = [self._slab.lengths[row] for row in rows]
         behind = [len(s.tokens) - start for s, start in zip(filling, starts, strict=True)]
-        for i, count in enumerate(shares(behind, budget)):
+        for i, count in enumerate(shares(behind, budget, enough)):
             if count:
                 sequence, start, end = filling[i], starts[i], starts[i] + count
                 scored = start < sequence.scored_until

@@ -212,13 +212,11 @@ class _Place:
             self.run = tuple(self.matcher.compute_ff_tokens())
         return self.run
 
-    def allows(self, token: int) -> bool | None:
-        """Has the mask this token's bit? None: only the mask itself tells."""
-        if self.matcher is None or not self.follows or self.ends(token):
-            return None
-        if forced := self.forced():
-            return token == forced[0]
-        return token < self.grammar.tokens.size and self.matcher.validate_tokens([token]) == 1
+    def reads(self, tokens: Sequence[int]) -> bool:
+        """Can the grammar read all of these from here? Not for what may end a text, nor inside of a run."""
+        assert self.matcher is not None
+        line = [*self.unread, *tokens]
+        return self.matcher.validate_tokens(line) == len(line)
 
     def ends(self, token: int) -> bool:
         """Could this token end a text?"""
@@ -337,17 +335,18 @@ class GrammarState:
             return self._runs[drafted][:most]
 
     def _checked(self, drafted: tuple[int, ...], token: int) -> bool | None:
-        """``_Place.allows`` there. Where it is known what must come, or that there is a choice, no place is needed: the
-        grammar reads the drafted tokens and this one, and forgets them."""
-        base, run = self._base, self._runs.get(drafted)
-        if run is None or base.matcher is None or base.ends(token) or token >= self._words.size:
-            place = self._at(drafted)
+        """Has the mask there this token's bit? None: only the mask itself tells. Where it is known what must come, or
+        that there is a choice, no place is needed: the grammar reads the drafted tokens and this one, and forgets."""
+        place, line = self._base, (*drafted, token)
+        if place.matcher is None or drafted not in self._runs:
+            place, line = self._at(drafted), (token,)
             self._noted(drafted, place)
-            return place.allows(token)
+        run = self._runs.get(drafted)
+        if run is None or place.ends(token):
+            return None
         if run:
             return token == run[0]
-        line = [*base.unread, *drafted, token]
-        return base.matcher.validate_tokens(line) == len(line)
+        return token < self._words.size and place.reads(line)
 
     def _noted(self, drafted: tuple[int, ...], place: _Place) -> tuple[int, ...]:
         """What must come at a place, kept where a grammar has a say."""

@@ -36,6 +36,8 @@ class ModelRunner(Protocol):
     own_threads: bool = False
     #: a token's logits are the same bits in every forward: alone, among others, behind keys made in any company
     invariant: bool = False
+    #: prompt tokens from which on a wider forward takes hardly less time for each; None: not known
+    enough_to_read: int | None = None
     #: weights that lie packed for kernels on a CPU: another runner may share them
     packed: Packed | None = None
     #: nodes that a tree may have in one forward, the root included; None: as many as there is room for

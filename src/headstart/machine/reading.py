@@ -39,19 +39,32 @@ def waits_for(prompt: Sequence[int], others: Iterable[Sequence[int]], warm: int)
     return False
 
 
-def shares(behind: Sequence[int], budget: int) -> list[int]:
+def shares(behind: Sequence[int], budget: int, enough: int | None = None) -> list[int]:
     """How many tokens of each prompt go into a forward of ``budget`` tokens; ``behind``: what each lacks, oldest first.
 
     The shortest first, so that a long prompt holds no short ones up; and a part of it for the oldest in any case, so
     that short ones that keep arriving do not hold up the long one.
+
+    ``enough``: a forward of so many tokens takes hardly longer for each than a wider one. Prompts that all fit into the
+    budget are then read in parts of at least that size, the oldest first: some have their first token before the rest
+    is read, and whoever comes meanwhile joins the next part, instead of waiting for all of them.
     """
     given = [0] * len(behind)
     if not behind:
         return given
     given[0] = min(behind[0], max(1, budget // _OLDEST))
     left = budget - given[0]
-    for i in sorted(range(len(behind)), key=lambda i: (behind[i], i)):
+    order = sorted(range(len(behind)), key=lambda i: (behind[i], i))
+    for i in order:
         more = min(behind[i] - given[i], left)
         given[i] += more
         left -= more
+    parts = sum(behind) // enough if enough and sum(given) == sum(behind) else 1
+    if parts > 1:
+        room = sum(behind) / parts - behind[0]
+        for i in order:
+            if i and room < behind[i]:
+                given[i] = 0
+            elif i:
+                room -= behind[i]
     return given

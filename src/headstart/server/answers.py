@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pydantic_core import to_json
-
 from ..types import Choice, Completion, Piece, TokenLogprob
 from .figures import Spelling, said_in_chat, said_in_text, said_of_prompt, statistics_of, usage_of
 from .reasoning import Reasoning
@@ -20,8 +18,6 @@ from .replies import Part, Reply
 from .tool_formats import ToolFormat
 
 __all__ = ["Chats", "Prompt", "Texts", "Writer"]
-
-_TEXT = "\0"  # where a chunk's text stands in a frame
 
 
 @dataclass
@@ -40,7 +36,7 @@ class Writer:
     created: int = field(default_factory=lambda: int(time.time()))
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
-    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # see ``text_chunk``
+    prompt_field: ClassVar[str]  # in which clients send their prompts
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         choices = [
@@ -64,26 +60,6 @@ class Writer:
             if self.origins or _says(choice):
                 found.append(self._head(self.chunk_kind) | {"choices": [choice]})
         return found
-
-    def text_chunk(self, number: int, pieces: Sequence[Piece]) -> bytes | None:
-        """``chunks`` as JSON where a round wrote nothing but text; None: there is more to say. Most chunks of a stream
-        are of this kind and differ in their text only: built anew, each takes the event loop several times as long."""
-        if pieces[-1].finish_reason is not None or not self._plain:
-            return None
-        text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
-        if not text:
-            return None
-        frame = self._frames.get(number)
-        if frame is None:
-            (chunk,) = self.chunks(number, [Piece(_TEXT, 0, "plain")])
-            before, _, after = to_json(chunk).rpartition(to_json(_TEXT))  # the model's name stands before it
-            frame = self._frames[number] = before, after
-        return frame[0] + to_json(text) + frame[1]
-
-    @property
-    def _plain(self) -> bool:
-        """Is there one choice, of which nothing is told but its text?"""
-        return self.n == 1 and not self.logprobs and not self.origins and self.echo is None
 
     def last(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The chunk behind all choices, with what was used."""
@@ -145,7 +121,7 @@ def best(choices: Sequence[Choice], n: int) -> Sequence[Choice]:
 class Chats(Writer):
     """``/v1/chat/completions``. ``reply``: takes an answer apart, given its prompt; None: all of it is content."""
 
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    kind, chunk_kind, prompt_field = "chat.completion", "chat.completion.chunk", "messages"
     reply: Callable[[Sequence[int]], Reply] | None = None
     reasoning: Reasoning | None = None
     format: ToolFormat | None = None
@@ -157,10 +133,6 @@ class Chats(Writer):
         if self.prompt_logprobs is not None:
             found["prompt_logprobs"] = said_of_prompt(self.spelling, answers[0].prompt_logprobs, self.prompt_logprobs)
         return found
-
-    @property
-    def _plain(self) -> bool:
-        return super()._plain and self.reply is None
 
     def first(self, choices: int) -> list[dict[str, Any]]:
         start = {"role": "assistant", "content": "", "refusal": None}
@@ -249,6 +221,7 @@ class Texts(Writer):
     """``/v1/completions``"""
 
     kind = chunk_kind = "text_completion"
+    prompt_field = "prompt"
     _written: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens
 
     def _choice(self, index: int, number: int, choice: Choice, answer: Completion) -> dict[str, Any]:

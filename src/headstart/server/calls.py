@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,8 +32,8 @@ from .tools import Toolbox
 
 __all__ = ["Brought", "Call", "Calls"]
 
-#: chunks, some as JSON already, of a reader's number and pieces
-Brought: TypeAlias = Callable[[int, Sequence[Piece]], Sequence[dict[str, Any] | bytes]]
+#: chunks of a reader's number and pieces
+Brought: TypeAlias = Callable[[int, Sequence[Piece]], Sequence[dict[str, Any]]]
 Pump: TypeAlias = Callable[[Brought], Awaitable[None]]
 
 
@@ -59,7 +59,7 @@ class Call:
             for i, prompt in enumerate(self.prompts):
                 name = f"{self.writer.id}-{i}"
                 submit = partial(llm.submit, prompt, self.params, id=name, prediction=self.prediction)
-                with _of_messages() if isinstance(self.writer, Chats) else nullcontext():
+                with _told_of(self.writer.prompt_field):
                     readers.append(await submit(buffer=buffer, wait=wait, client=client))
         except BaseException as error:
             _close(readers)
@@ -116,7 +116,7 @@ class Call:
                     for chunk in await asyncio.to_thread(rounds.brought, number, pieces):  # see ``whole``
                         yield chunk
             elif pump is not None:
-                await pump(rounds.written)
+                await pump(rounds.brought)
             else:
                 async for number, pieces in together(readers):
                     for chunk in rounds.brought(number, pieces):
@@ -161,11 +161,6 @@ class _Rounds:
         self._written += sum(piece.token_id is not None for piece in pieces)
         return [self.with_usage(chunk) for chunk in found]
 
-    def written(self, number: int, pieces: Sequence[Piece]) -> Sequence[dict[str, Any] | bytes]:
-        """The same, as JSON where that is quick."""
-        text = None if self._call.running_usage else self._call.writer.text_chunk(number, pieces)
-        return self.brought(number, pieces) if text is None else (text,)
-
     def with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         if not self._call.running_usage:
             return chunk
@@ -203,7 +198,7 @@ class Calls:
     def chat(self, body: ChatRequest) -> Call:
         """See ``lengthy``."""
         self.check_model(body.model)
-        with _of_messages():
+        with _told_of(Chats.prompt_field):
             return self._chat(body)
 
     def _chat(self, body: ChatRequest) -> Call:
@@ -316,15 +311,15 @@ class Calls:
 
 
 @contextmanager
-def _of_messages() -> Iterator[None]:
-    """What is wrong with the prompt of a chat is told of what its client sent: messages."""
+def _told_of(field: str) -> Iterator[None]:
+    """What is wrong with a prompt is told of the field that its client sent it in."""
     try:
         yield
     except InvalidParameter as error:
-        if error.field != "prompt":
+        if error.field != "prompt" or field == "prompt":
             raise
         said = described(error)
-        raise Refused(said.status, f"messages: the {said.message}", "messages", said.code) from None
+        raise Refused(said.status, f"{field}: the {said.message}", field, said.code) from None
 
 
 def _of_tools(error: InvalidParameter) -> Refused:
