@@ -361,18 +361,14 @@ HS_INLINE int64_t most_products(int64_t rounds, int32_t* seen) {
     *seen = sum((vi)s[0]);
     return rounds * SUMS * 64;
 #elif defined(__AVX2__)
-    constexpr int SUMS = 12;  // a sum of two products each; a register is left for what is to be added
+    constexpr int SUMS = 8;  // a sum of two products each; of twelve, GCC kept two in memory and waited for them
     __m256i s[SUMS];
     for (int i = 0; i < SUMS; i++) s[i] = _mm256_set1_epi16((short)i);
     const __m256i w = _mm256_set1_epi8((char)(1 + *seen % 2)), x = _mm256_set1_epi8((char)(2 + *seen % 3));
 #pragma GCC unroll 1
     for (int64_t n = 0; n < rounds; n++)
-#pragma GCC unroll 12
-        for (int i = 0; i < SUMS; i++) {
-            __m256i both;
-            first_products(both, w, x);  // the same every time, which a compiler must not see
-            s[i] = _mm256_add_epi16(s[i], both);
-        }
+#pragma GCC unroll 8
+        for (int i = 0; i < SUMS; i++) add_products(s[i], w, x);  // the same every time, which a compiler must not see
     for (int i = 1; i < SUMS; i++) s[0] = _mm256_xor_si256(s[0], s[i]);
     *seen = _mm256_extract_epi32(s[0], 0);
     return rounds * SUMS * 32;
