@@ -99,8 +99,8 @@ class DeviceDrafter(Protocol):
     def device_runner(self) -> DeviceRunner: ...
 
     def align(self, views: Sequence[DraftView]) -> bool:
-        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last two, which
-        a captured draft reads itself: so rows can leave and move without a forward of the draft model.
+        """Put the sequences in rows 0, 1, 2 ... in this order, each holding all committed tokens but the last two.
+        Those a captured draft reads itself: so rows can leave and move without a forward of the draft model.
 
         True if there was anything to read.
         """
