@@ -55,13 +55,13 @@ def measured(weights: str, device: str, quantization: str | None, prompts: int) 
         lines = [(text.task, system.ids(text)[:64]) for text in choose(shipped())[:prompts]]
         texts = write(system, lines, tokens=TOKENS, ignore_eos=True)
         truth = truth_of(system.engine, system.target, system.max_len)
-        assert truth.narrow is not None, "these kernels have the same bits in any forward: there is nothing to measure"
+        assert truth.kernels is not None, "these kernels have the same bits in any forward: there is nothing to measure"
         exact = modules(weights, device, quantization, torch.float32)
         half = modules(weights, device, None, torch.bfloat16) if quantization is None else None
         found: dict[str, list[torch.Tensor]] = {}
         for text in texts:
             keep = len(text.answer) + 1
-            each = {"exact": by_modules(exact, text.ids, keep), "narrow": truth.narrow(text.ids, keep)}
+            each = {"exact": by_modules(exact, text.ids, keep), "narrow": truth.kernels(text.ids, keep)}
             each["wide"] = _wide(system, text.ids, keep)
             if half is not None:
                 each["modules"] = by_modules(half, text.ids, keep)

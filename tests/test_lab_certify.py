@@ -27,7 +27,7 @@ from headstart.lab.certifying.engines import Engines
 from headstart.lab.certifying.evidence import Plan
 from headstart.lab.certifying.laws import first_tokens, passed, places
 from headstart.lab.certifying.running import Asked, answers
-from headstart.lab.certifying.truth import Truth, clocks, target_law, truth_of
+from headstart.lab.certifying.truth import Forwards, Truth, clocks, target_law, truth_of
 from headstart.machine.slab_layer import SlabLayer
 from headstart.maths import distribution, verify
 from headstart.maths.chance import CounterChance
@@ -282,48 +282,65 @@ def test_wrong_log_probabilities_and_a_wrong_token_are_seen(examiner: Examiner) 
     assert "It does not hold" in page_of(replace(_certificate(examiner), checks=()))
 
 
+SHAPES = (Forwards(1, 1), Forwards(8, 5))
+
+
+def rounded(reference: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor) -> Truth:
+    """A target whose logits [V] are so by the reference, and by the engine's kernels in narrow and in wide forwards."""
+    kernels = {SHAPES[0]: narrow, SHAPES[1]: wide}
+    return Truth(
+        "", False, 2.0**-8, 2.0, 4, 0.0, lambda text, keep: reference.expand(keep, 4),
+        lambda text, keep, shape=SHAPES[0]: kernels[shape].expand(keep, 4), SHAPES,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("behind", "by_kernels", "wrong"),
+    ("behind", "narrow", "wide", "wrong"),
     [
-        (0.1, 0.1, 0),  # within rounding of the best (0.125)
-        (0.2, 0.0, 0),  # not so, but right by the engine's own kernels
-        (0.2, 0.2, 1),  # wrong by both
-        (0.3, 0.0, 1),  # so far off that nothing excuses it
+        (0.1, 0.1, 0.1, 0),  # within rounding of the best (0.125)
+        (0.2, 0.0, 0.2, 0),  # not so, but right by the engine's own kernels, a token at a time
+        (0.2, 0.2, 0.0, 0),  # or in forwards as wide as a round's
+        (0.2, 0.2, 0.2, 1),  # wrong by all
+        (0.3, 0.0, 0.0, 1),  # so far off that nothing excuses it
     ],
 )
-def test_kernels_that_round_otherwise_are_asked_too(behind: float, by_kernels: float, wrong: int) -> None:
+def test_kernels_that_round_otherwise_are_asked_too(behind: float, narrow: float, wide: float, wrong: int) -> None:
     """Token 1 is so far behind token 0 by the plain pass, and by the engine's kernels."""
-
-    def said(gap: float) -> Any:
-        return lambda text, keep: torch.tensor([[10.0, 10.0 - gap, 0.0, 0.0]]).expand(keep, 4)
-
-    truth = Truth("", False, 2.0**-8, 2.0, 4, 0.0, said(behind), said(by_kernels))
+    truth = rounded(*(torch.tensor([10.0, 10.0 - gap, 0.0, 0.0]) for gap in (behind, narrow, wide)))
     found = audited(Answer((2, 3), SamplingParams(temperature=0, max_tokens=2), (0, 1)), truth)
     assert (found.wrong, found.positions, found.ties) == (wrong, 2, 1 - wrong)
+    assert found.by_kernels == (not wrong and behind > 0.125), "it is told"
 
 
-@pytest.mark.parametrize(("by_kernels", "wrong"), [(0.4, 0), (0.0, 1), (0.6, 1)])
-def test_so_they_are_about_log_probabilities(by_kernels: float, wrong: int) -> None:
+@pytest.mark.parametrize(("behind", "noise", "wrong"), [(0.2, 0.05, 0), (0.2, 0.01, 1), (0.3, 0.05, 1)])
+def test_a_place_that_rounds_more_than_others_is_measured(behind: float, noise: float, wrong: int) -> None:
+    """Plain forwards of the engine's kernels differ so much there, about tokens that nobody chose. Twice as much as is
+    usual is never excused."""
+    near, far = torch.tensor([10.0, 10.0 - behind, 0.0, 0.0]), torch.tensor([0.0, 0.0, noise, -noise])
+    answer = Answer((2, 3), SamplingParams(temperature=0, max_tokens=1), (1,))
+    assert audited(answer, rounded(near, near + far, near - far)).wrong == wrong
+
+
+@pytest.mark.parametrize(("narrow", "wide", "wrong"), [(0.4, 0.0, 0), (0.0, 0.4, 0), (0.0, 0.0, 1), (0.6, 0.6, 1)])
+def test_so_they_are_about_log_probabilities(narrow: float, wide: float, wrong: int) -> None:
     """One is told 0.4 off, where 0.25 is rounding; the engine's own kernels are so far off, or not at all."""
 
     def said(more: float) -> torch.Tensor:
         return torch.tensor([0.0, 9.0, -3.0 + more, 0.0])
 
-    truth = Truth(
-        "",
-        False,
-        2.0**-8,
-        2.0,
-        4,
-        0.0,
-        lambda t, keep: said(0).expand(keep, 4),
-        lambda t, keep: said(by_kernels).expand(keep, 4),
-    )
-    off = 0.4 if by_kernels < 0.5 else by_kernels
-    told = said(off).log_softmax(0)
+    told = said(0.6 if narrow > 0.5 else 0.4).log_softmax(0)
     logprobs = (TokenLogprob(1, float(told[1]), {2: float(told[2])}),)
     answer = Answer((0, 3), SamplingParams(temperature=0, max_tokens=1, logprobs=1), (1,), logprobs=logprobs)
-    assert audited(answer, truth).wrong == wrong
+    assert audited(answer, rounded(said(0), said(narrow), said(wide))).wrong == wrong
+
+
+def test_forwards_of_any_shape_say_the_same(system: System) -> None:
+    """In float32, on the engine's own rows, whatever ran there before."""
+    truth = truth_of(system.engine, system.target, system.max_len)
+    text = [5 + 3 * i % 40 for i in range(14)]
+    usual = truth.after(text, 6)
+    for shape in (Forwards(1, 1), Forwards(4, 1), Forwards(1, 4), Forwards(4, 3)):
+        assert np.allclose(truth.by_kernels(text, 6, shape), usual, atol=1e-4), shape
 
 
 def test_prompts_that_cannot_be_read_in_are_left_out(options: SystemOptions) -> None:

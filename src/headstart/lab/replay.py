@@ -153,7 +153,8 @@ class _Batch:
         paid = [draft is not None and (draft[0].paid or not self.costs.free) for draft in drafts]
         longest = max((len(d[0]) for d, p in zip(drafts, paid, strict=True) if d is not None and p), default=0)
         rows = len(self.views)
-        forward, gap = self.costs.forward(rows, width), self.costs.gap(rows) * self.waits
+        timed = width > 1 or self.costs.lengths is None  # where drafts are made on the device: as rounds with them
+        forward, gap = self.costs.forward(rows, width), self.costs.gap(rows) * (self.waits and timed)
         steps = max(longest, self.guesses.steps) if self.guesses is not None and longest else longest
         drafting = self.costs.draft(rows, steps)
         missing = [view.behind for view, p in zip(self.views, paid, strict=True) if p and view.behind > NEAR]

@@ -6,9 +6,12 @@ know: how the answers were made.
 If each token is what the target puts after those before it, the whole answer is the one that decoding by plain forward
 passes gives: there is no need to decode it a second time. Where the target's numbers are rounded (bfloat16, or other
 kernels than the engine's), the best two candidates can change places: a token that is within rounding of the best is a
-near-tie, and counted. What is further off, but not twice as far, is held against the engine's own kernels too, a token
-at a time over fresh keys and without drafts: if it is right there, the two references differ and not the answer (an
-int8 target's prompts are read with weights that were rounded once more).
+near-tie, and counted. What is further off, but not twice as far, is held against the engine's own kernels too, over
+fresh keys and without drafts, in forwards of the shapes that rounds run (a kernel for eight rows rounds otherwise than
+one for a single row): if it is right by one of them, the two references differ and not the answer. So it is where
+these forwards themselves differ so much about the place that its rounding accounts for it: keys come from forwards of
+several shapes, so that none of them repeats a round exactly. Both are counted. Twice as far is wrong in any case, and
+what rounds make of right logits is not in it: rejected keys, counts, masks and verdicts.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Audit:
     positions: int = 0
     ties: int = 0  # not the best, but within rounding of it
     widest_tie: float = 0.0  # in logits
+    by_kernels: int = 0  # further from the reference than rounding explains, and right by the engine's own kernels
     wrong: int = 0
     first_wrong: tuple[str, ...] = ()
     logprobs: int = 0  # compared
@@ -63,6 +67,7 @@ class Audit:
             self.positions + other.positions,
             self.ties + other.ties,
             max(self.widest_tie, other.widest_tie),
+            self.by_kernels + other.by_kernels,
             self.wrong + other.wrong,
             (self.first_wrong + other.first_wrong)[:SHOWN],
             self.logprobs + other.logprobs,
@@ -76,21 +81,32 @@ def audited(answer: Answer, truth: Truth) -> Audit:
     if not tokens:
         return Audit(answers=1)
     text, start = [*prompt, *tokens], len(prompt)
-    logits, own = truth.after(text, start), None
+    logits = truth.after(text, start)
     found = Audit(answers=1)
     grammar = answer.grammar.begin(endings=answer.endings, min_tokens=params.min_tokens) if answer.grammar else None
     for at, token in enumerate(tokens):
         mask = grammar.mask(()) if grammar is not None else None
         each = _token(answer, at, logits[at], mask, truth)
-        if each.wrong and truth.narrow is not None:
-            further = _token(answer, at, logits[at], mask, truth, AT_MOST)
-            if not further.wrong:
-                own = own if own is not None else truth.by_kernels(text, start)
-                each = each if _token(answer, at, own[at], mask, truth).wrong else further
+        if each.wrong and truth.kernels is not None:
+            each = _by_kernels(answer, at, logits[at], mask, truth) or each
         found += each
         if grammar is not None:
             grammar.take(token)
     return found
+
+
+def _by_kernels(answer: Answer, at: int, row: np.ndarray, mask: Mask | None, truth: Truth) -> Audit | None:
+    """What the engine's own kernels say of a token that is beyond rounding of the reference; None: that it is wrong."""
+    text, start = [*answer.prompt, *answer.tokens], len(answer.prompt)
+    further = _token(answer, at, row, mask, truth, AT_MOST)
+    if further.wrong:
+        return None
+    right = (truth.by_kernels(text, start, shape)[at] for shape in truth.shapes)
+    if all(_token(answer, at, each, mask, truth).wrong for each in right):
+        times = truth.rounding_at(text, start, at, row) / truth.tie(row.astype(np.float64))
+        if _token(answer, at, row, mask, truth, min(AT_MOST, max(1.0, times))).wrong:
+            return None
+    return replace(further, by_kernels=1)
 
 
 def _token(answer: Answer, at: int, row: np.ndarray, mask: Mask | None, truth: Truth, times: float = 1.0) -> Audit:

@@ -34,6 +34,7 @@ class Check:
     rows: int = 0  # in one forward, at the most
     ties: int = 0
     widest_tie: float = 0.0
+    by_kernels: int = 0  # tokens and log-probabilities that only the engine's own kernels, in plain forwards, bear out
     p_value: float | None = None
     again: float | None = None  # the p-value of the repetition
     statistic: float | None = None

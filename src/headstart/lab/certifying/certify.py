@@ -32,11 +32,12 @@ from .engines import Engines
 from .evidence import FIRST, MORE, Plan
 from .laws import BRANCHES, FirstTokens, first_tokens, passed, places
 from .running import Asked
-from .truth import truth_of
+from .truth import Forwards, truth_of
 
 __all__ = ["SECONDS", "Certifier", "Effort", "certify"]
 
 SECONDS = 85.0  # for the checks of the usual certificate; loading comes on top
+COMPANY = 8  # rows that a round of the prompts together runs as, about
 GAMMA = 4  # drafted tokens of a round, where the pair's own number is "auto"
 
 PROCESSED: dict[str, Any] = {
@@ -139,7 +140,8 @@ class Certifier:
         self.system = System.open(options, tell)
         try:
             self.engines = Engines(self.system, options.gamma)
-            self.truth = truth_of(self.system.engine, self.system.target, self.system.max_len)
+            shapes = [Forwards(rows, width) for width in (1, options.gamma + 1) for rows in (1, COMPANY)]
+            self.truth = truth_of(self.system.engine, self.system.target, self.system.max_len, shapes)
             self.skipped: list[str] = []
             tests = len(STRESSED) + (len(SERVED) + 1 if self.engines.drafter is not None else 0)
             self.examiner = Examiner(self.engines, self.truth, Plan(tests), tell, seed << 20)

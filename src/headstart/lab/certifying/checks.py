@@ -87,6 +87,7 @@ class Examiner:
                 compared=audit.positions + audit.logprobs,
                 ties=audit.ties,
                 widest_tie=audit.widest_tie,
+                by_kernels=audit.by_kernels,
                 seconds=monotonic() - started,
                 found=tuple([*wrong, fault] if fault else wrong),
                 **_exercised(exercise),

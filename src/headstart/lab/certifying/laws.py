@@ -109,7 +109,7 @@ def first_tokens(
             longer += [(*prefix, token) for token in named[prefix]]
         prefixes = longer
     cells = _cells({prefix: each.p for prefix, each in after.items()}, named, len(branches))
-    excused = _excused(truth, prompt, params, cells, named) if truth.narrow is not None else 0.0
+    excused = _excused(truth, prompt, params, cells, named) if truth.kernels is not None else 0.0
     return FirstTokens(tuple(prompt), params, cells, after, named, len(branches), excused)
 
 

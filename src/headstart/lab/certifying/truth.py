@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,15 +25,34 @@ from ...machine.load.loading import Loaded
 from ...maths import noise
 from ...types import Mask, SamplingParams
 
-__all__ = ["Law", "Truth", "clocks", "cuts", "processed", "target_law", "truth_of"]
+__all__ = ["NARROW", "Forwards", "Law", "Truth", "clocks", "cuts", "processed", "target_law", "truth_of"]
 
 Floats = NDArray[np.float64]
 
 EDGE = 2e-4  # relative
+SURE = 6.0  # standard deviations
+LIKELIEST = 50  # tokens of a place, by which its rounding is measured
 USUAL = 16.0  # logits; what they are made of is rounded as if they were no smaller than this
 _PIECE = 1 << 14  # tokens
 _MARGIN = 64  # slots of the reference's own row, past the longest text
 _SPACINGS = {torch.bfloat16: (2.0**-8, 2.0), torch.float16: (2.0**-11, 4.0), torch.float32: (2.0**-24, 256.0)}
+
+
+class Forwards(NamedTuple):
+    """The shape of forwards."""
+
+    rows: int
+    width: int  # tokens of each
+
+
+NARROW = Forwards(1, 1)
+
+
+class Kernels(Protocol):
+    """The target by the engine's own kernels."""
+
+    def __call__(self, text: Sequence[int], keep: int, shape: Forwards = NARROW, /) -> torch.Tensor:
+        """Logits [keep, V] of a text's last tokens, in forwards of this shape."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +66,18 @@ class Truth:
     size: int  # ids that may be drawn
     rounding: float  # measured: how far the engine's logits are from these, and still as good as equal
     run: Callable[[Sequence[int], int], torch.Tensor]  # a text, and how many: logits [n, V] of its last tokens
-    narrow: Callable[[Sequence[int], int], torch.Tensor] | None = None  # the same by the engine's kernels, see _narrow
+    kernels: Kernels | None = None  # the same by the engine's own kernels, where these are not exact
+    shapes: tuple[Forwards, ...] = (NARROW,)  # of forwards that its rounds run
 
     def after(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
         """Logits for the tokens from ``start`` on: [T - start + 1, size]; the last are of what follows the text."""
         found: NDArray[np.float32] = self.run(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
         return found
 
-    def by_kernels(self, text: Sequence[int], start: int) -> NDArray[np.float32]:
-        """What ``after`` says, by the engine's own kernels. Only where these are not exact."""
-        assert self.narrow is not None
-        found: NDArray[np.float32] = self.narrow(text, len(text) - max(start - 1, 0))[:, : self.size].numpy()
+    def by_kernels(self, text: Sequence[int], start: int, shape: Forwards = NARROW) -> NDArray[np.float32]:
+        """What ``after`` says, by the engine's own kernels in such forwards. Only where these are not exact."""
+        assert self.kernels is not None
+        found: NDArray[np.float32] = self.kernels(text, len(text) - max(start - 1, 0), shape)[:, : self.size].numpy()
         return found
 
     def tie(self, row: Floats) -> float:
@@ -67,10 +88,18 @@ class Truth:
         usual = self.spacings * self.spacing * 2.0 ** math.ceil(math.log2(largest))
         return min(max(usual, self.rounding), 2 * usual)
 
+    def rounding_at(self, text: Sequence[int], start: int, at: int, reference: NDArray[np.float32]) -> float:
+        """How far apart rounding moves two logits of one place, by what plain forwards of all shapes make of it: at
+        some places most of what a model computes cancels out, and rounding shows several times as much there."""
+        best = np.argsort(reference)[-LIKELIEST:]
+        found = [self.by_kernels(text, start, shape)[at][best] - reference[best] for shape in self.shapes]
+        return SURE * math.sqrt(2.0) * math.sqrt(np.mean([np.var(each.astype(np.float64)) for each in found]))
 
-def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
+
+def truth_of(engine: Engine, loaded: Loaded, longest: int, shapes: Sequence[Forwards] = (NARROW,)) -> Truth:
     """Plain passes of an engine's target: through the model's own modules where they are there, else through its
-    kernels, the whole text in one forward over keys that were emptied before."""
+    kernels, the whole text in one forward over keys that were emptied before. ``shapes``: of forwards that the engine's
+    rounds run, the narrowest first."""
     runner: Any = engine.parts.runner
     size, weights = engine.parts.vocab_size, engine.parts.runner.packed
     if weights is not None:
@@ -85,7 +114,7 @@ def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
         name = f"one pass of the {kind} kernels over the whole text, in a row of its own that was emptied before"
         return Truth(name, True, 0.0, 0.0, size, 0.0, packed)
     spacing, spacings = _SPACINGS.get(runner.dtype, (2.0**-24, 256.0))
-    narrow = _narrow(engine)
+    kernels, known = _kernels(engine), tuple(shapes)
     if _whole(loaded):
 
         def modules(text: Sequence[int], keep: int) -> torch.Tensor:
@@ -94,7 +123,7 @@ def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
                 return loaded.model(input_ids=ids, use_cache=False).logits[0, -keep:].float().cpu()  # type: ignore[no-any-return]
 
         name = "one pass of Hugging Face's own modules over the whole text, without a cache"
-        return Truth(name, False, spacing, spacings, size, _rounding(size, modules, narrow), modules, narrow)
+        return Truth(name, False, spacing, spacings, size, _rounding(size, modules, kernels), modules, kernels, known)
 
     def emptied(text: Sequence[int], keep: int) -> torch.Tensor:
         engine.cold()
@@ -104,36 +133,54 @@ def truth_of(engine: Engine, loaded: Loaded, longest: int) -> Truth:
         return found
 
     name = "one pass of the kernels over the whole text, over emptied keys"
-    return Truth(name, False, spacing, spacings, size, _rounding(size, emptied, narrow), emptied, narrow)
+    return Truth(name, False, spacing, spacings, size, _rounding(size, emptied, kernels), emptied, kernels, known)
 
 
-def _narrow(engine: Engine) -> Callable[[Sequence[int], int], torch.Tensor]:
-    """Logits of a text's last tokens by the engine's kernels, those tokens one at a time: as narrow as forwards get.
-    Over fresh keys, without drafts: what goes wrong in rounds is not in it."""
+def _kernels(engine: Engine) -> Kernels:
+    """Logits of a text's last tokens by the engine's kernels, in forwards of some shape: one token at a time, as narrow
+    as forwards get, or as wide as a round that verifies drafts, and with as many rows, all of the same text. Over fresh
+    keys, without drafts: what goes wrong in rounds is not in it."""
 
-    def run(text: Sequence[int], keep: int) -> torch.Tensor:
+    @lru_cache(8)  # of one text its places are asked about one after another
+    def of(text: tuple[int, ...], keep: int, shape: Forwards) -> torch.Tensor:
         runner, start = engine.parts.runner, len(text) - keep
         engine.cold()
-        ids = torch.tensor([list(text)], device=runner.device)
-        if start:
-            runner.forward(slice(0, 1), ids[:, :start], [0], keep=1)
-        each = (runner.forward(slice(0, 1), ids[:, at : at + 1], [at])[0] for at in range(start, len(text)))
-        found = torch.cat([logits.float().cpu() for logits in each])
+        ids = torch.tensor([list(text)] * shape.rows, device=runner.device)
+        forward, rows = _forward(engine), slice(0, shape.rows)
+        with torch.inference_mode():
+            if start:
+                runner.forward(rows, ids[:, :start], [0] * shape.rows, keep=1)
+            parts = ((ids[:, at : at + shape.width], at) for at in range(start, len(text), shape.width))
+            found = torch.cat([forward(*part)[0].float().cpu() for part in parts])
         engine.cold()
         return found
+
+    def run(text: Sequence[int], keep: int, shape: Forwards = NARROW) -> torch.Tensor:
+        return of(tuple(text), keep, shape)
 
     return run
 
 
+def _forward(engine: Engine) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """The forward of the engine's rounds: ids [R, N] in rows 0 .. R-1, each behind so many keys -> logits [R, N, V]."""
+    runner, captured = engine.parts.runner, engine.parts.captured
+    device = runner.on_device() if captured is not None else None
+    if device is None:
+        return lambda ids, at: runner.forward(slice(0, len(ids)), ids, [at] * len(ids), keep=ids.shape[1])
+    bound = device.slab.capacity
+    return lambda ids, at: device.device_forward(
+        ids, torch.tensor([at] * len(ids), device=ids.device), ids.shape[1], bound
+    )
+
+
 def _rounding(size: int, *ways: Callable[[Sequence[int], int], torch.Tensor]) -> float:
-    """By how much two ways to work them out differ about one logit over another, nearly always: six standard
-    deviations."""
+    """By how much two ways to work them out differ about one logit over another, nearly always."""
     text = [(11 + 37 * i) % size for i in range(12)]
     with torch.inference_mode():
         one, other = (run(text, len(text)) for run in ways)
     difference = (one - other)[:, :size]
     difference = difference - difference.mean(1, keepdim=True)
-    return 6 * math.sqrt(2.0) * float(difference.square().mean().sqrt())
+    return SURE * math.sqrt(2.0) * float(difference.square().mean().sqrt())
 
 
 def _whole(loaded: Loaded) -> bool:

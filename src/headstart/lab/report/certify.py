@@ -60,17 +60,23 @@ def _wordy(checks: list[Check]) -> tuple[int, ...]:
     return (2,) if all(check.holds for check in checks) else (1, 2)
 
 
+def _ties(check: Check) -> str:
+    widest = f" (up to {check.widest_tie:.2g})" if check.ties else ""
+    return f"{check.ties}{widest}" + (f"; {check.by_kernels} by its own kernels" if check.by_kernels else "")
+
+
 def _ids(checks: list[Check]) -> str:
     rows = [
         (c.name, _verdict(c), c.settings, c.company, c.backend, c.drafter, c.compared, f"{c.accepted} of {c.drafted}",
-         c.rejections, c.rows, f"{c.ties}" + (f" (up to {c.widest_tie:.2g})" if c.ties else ""))
+         c.rejections, c.rows, _ties(c))
         for c in checks
     ]  # fmt: skip
     names = ("check", "verdict", "settings", "company", "decided by", "drafter", "compared", "drafts accepted",
              "rollbacks", "rows", "near-ties")  # fmt: skip
     caption = (
         "Answers are put through the target again, token by token. compared: tokens, and log-probabilities; rollbacks: "
-        "rounds in which a draft was rejected; rows: answered in one forward, at the most."
+        "rounds in which a draft was rejected; rows: answered in one forward, at the most; near-ties: within rounding "
+        "of the likeliest; by its own kernels: beyond that, but right by plain forwards of the engine's own kernels."
     )
     return table(names, rows, caption, text=_wordy(checks))
 
