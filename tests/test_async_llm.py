@@ -231,30 +231,3 @@ def test_a_dead_engine_is_seen_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch)
         await served.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_who_is_being_tokenized_is_waited_for_by_an_engine_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.inbox.MOMENT", 60.0)
-    llm, slow, begun = made(), threading.Event(), list[str]()
-    make = llm.request
-    llm.engine.stats.prefill_tokens, llm.engine.stats.prefill_seconds = 1, 60.0  # reading takes long
-
-    def request(prompt: str, *more: Any, **named: Any) -> Any:
-        assert prompt != PROMPTS[1] or slow.wait(30)
-        return make(prompt, *more, **named)
-
-    monkeypatch.setattr(llm, "request", request)
-
-    async def main(served: AsyncLLM) -> None:
-        with llm.engine.listen(begun=lambda handle: begun.append(handle.request.id)):
-            second = asyncio.create_task(served.submit(PROMPTS[1], PARAMS, id="second"))
-            await asyncio.sleep(0)
-            first = await served.submit(PROMPTS[0], PARAMS, id="first")
-            await asyncio.sleep(0.05)
-            assert not begun
-            slow.set()
-            for reader in (first, await second):
-                await reader.finish()
-        assert begun == ["first", "second"]
-
-    run(main, llm)

@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakSet
@@ -340,59 +340,3 @@ def test_many_threads_come_and_go(engine: Engine, inbox: Inbox) -> None:
     with ThreadPoolExecutor(5) as pool:
         for future in [pool.submit(work, thread) for thread in range(5)]:
             future.result(timeout=120)
-
-
-# -- requests that are announced
-
-
-@pytest.fixture
-def begun(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Requests that began; to read a prompt takes this engine long, as far as it knows."""
-    monkeypatch.setattr("headstart.engine.inbox.MOMENT", 60.0)
-    engine.stats.prefill_tokens, engine.stats.prefill_seconds = 1, 60.0
-    found: list[str] = []
-    with engine.listen(begun=lambda handle: found.append(handle.request.id)):
-        yield found
-
-
-def soon(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "it waits"
-        time.sleep(0.001)
-
-
-def test_an_engine_at_rest_waits_for_requests_that_are_announced(inbox: Inbox, begun: list[str]) -> None:
-    with inbox.announced():
-        first = inbox.submit(asked("first", 0))
-        time.sleep(0.05)
-        assert not begun
-        second = inbox.submit(asked("second", 1))
-    soon(lambda: first.done and second.done)
-    assert begun == ["first", "second"]
-
-
-def test_one_that_is_announced_and_does_not_come_is_waited_for_no_longer(inbox: Inbox, begun: list[str]) -> None:
-    with inbox.announced():
-        reader = inbox.submit(asked("first", 0))
-        time.sleep(0.02)
-        assert not begun
-    soon(lambda: reader.done)
-
-
-def test_nobody_waits_where_nobody_is_announced_nor_for_long(
-    engine: Engine, inbox: Inbox, begun: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lone = inbox.submit(asked("lone", 0))
-    soon(lambda: lone.done)
-    with inbox.announced():
-        full = [inbox.submit(asked(f"row {i}", i, PARAMS[0])) for i in range(3)]
-        soon(lambda: all(reader.done for reader in full))  # there are no more rows
-        engine.stats.prefill_seconds = 1e-6
-        quick = inbox.submit(asked("quick", 0))
-        soon(lambda: quick.done)  # it takes longer to wait than to read
-    monkeypatch.setattr("headstart.engine.inbox.MOMENT", 0.02)
-    engine.stats.prefill_seconds = 1e9
-    with inbox.announced():
-        late = inbox.submit(asked("late", 0))
-        soon(lambda: late.done)

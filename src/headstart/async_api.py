@@ -111,11 +111,8 @@ class AsyncLLM:
         ``buffer``: how many pieces may lie unread before the request is aborted; None: all of them.
         ``client``: for whom it is, where there are several: grammars that take long to compile hold up only theirs.
         """
-        make = await self._compiling(prompt, params, id=id, prediction=prediction, client=client)
-        if wait:
-            return await self._entered(await self._tokenized(prompt, make), buffer)
-        with self._inbox.announced():
-            return self._inbox.submit(await self._tokenized(prompt, make), buffer=buffer)
+        request = await self.request(prompt, params, id=id, prediction=prediction, client=client)
+        return await self._entered(request, buffer) if wait else self._inbox.submit(request, buffer=buffer)
 
     async def request(
         self,
@@ -127,8 +124,10 @@ class AsyncLLM:
         client: str | None = None,
     ) -> Request:
         """See ``LLM.request`` and ``submit``; tokenized in another thread."""
-        make = await self._compiling(prompt, params, id=id, prediction=prediction, client=client)
-        return await self._tokenized(prompt, make)
+        structured = params.structured if isinstance(params, SamplingParams) else None
+        grammar = await self._compiled(structured, client) if structured is not None else None
+        make = partial(self.llm.request, prompt, params, id=id, prediction=prediction, grammar=grammar)
+        return await self._in_thread(self._threads if _length(prompt) < LONG else self._long, make)
 
     def abort(self, id: str) -> bool:
         """Stop a request before the next step. False: no such request runs."""
@@ -168,17 +167,6 @@ class AsyncLLM:
         await self.close(None if kind is None else 0)
 
     # -- inside
-
-    async def _compiling(
-        self, prompt: Any, params: SamplingParams | None, *, client: str | None, **settings: Any
-    ) -> Callable[[], Request]:
-        """What makes the request, once its grammar is compiled: that can take seconds."""
-        structured = params.structured if isinstance(params, SamplingParams) else None
-        grammar = await self._compiled(structured, client) if structured is not None else None
-        return partial(self.llm.request, prompt, params, **settings, grammar=grammar)
-
-    async def _tokenized(self, prompt: Any, make: Callable[[], Request]) -> Request:
-        return await self._in_thread(self._threads if _length(prompt) < LONG else self._long, make)
 
     async def _in_thread(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         """What may take long has threads of its own, so that nothing else waits for it."""

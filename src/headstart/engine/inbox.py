@@ -18,11 +18,9 @@ import asyncio
 import logging
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from threading import Event, Lock, Thread
-from time import monotonic
 from typing import Self
 
 from ..errors import EngineStopped, HeadstartError
@@ -37,7 +35,6 @@ __all__ = ["Inbox", "Reader", "together"]
 log = logging.getLogger(__name__)
 
 BUFFER = 1024  # pieces
-MOMENT = 0.02  # seconds that an engine at rest waits at the most for requests that are announced
 
 
 class Reader(Stream):
@@ -193,7 +190,6 @@ class Inbox:
         self._closing = False
         self._door = Lock()  # over ``_closing`` and ``_readers`` together
         self._work_came = Event()
-        self._coming: dict[object, float] = {}  # requests that are announced, and until when they are waited for
         self._listening = engine.listen(self._news, ended=self._look)
         self._thread = Thread(target=self._work, name="headstart-inbox", daemon=True)
         self._thread.start()
@@ -218,17 +214,6 @@ class Inbox:
         needs none. ``buffer``: how many pieces may lie unread before the request is aborted; None: all of them.
         """
         return Reader(self, request, notify, buffer)
-
-    @contextmanager
-    def announced(self) -> Iterator[None]:
-        """Somebody is about to submit, inside of this, and only has to tokenize, say. See ``_gather``."""
-        who = object()
-        self._coming[who] = monotonic() + MOMENT
-        try:
-            yield
-        finally:
-            del self._coming[who]
-            self._work_came.set()
 
     def bell(self) -> Bell:
         """That of the event loop which runs in this thread."""
@@ -301,25 +286,9 @@ class Inbox:
                 if (found := reader()) is not None:
                     found._tell()
 
-    def _gather(self) -> None:
-        """Before an engine at rest begins: prompts that come at the same time are to be read together. Whoever came a
-        millisecond after a forward began would wait for its end. Nobody waits where no other request is announced, nor
-        longer than it takes to read what is there."""
-        stats, here = self._engine.stats, undisturbed(lambda: list(self._readers))
-        pace = stats.prefill_seconds / max(1, stats.prefill_tokens)
-        end = monotonic() + min(MOMENT, pace * sum(len(handle.request.prompt) for handle in here))
-        while not self._closing and 0 < self._engine.waiting < self._engine.config.max_rows:
-            last = max(undisturbed(lambda: list(self._coming.values())), default=0.0)
-            left = min(end, last) - monotonic()
-            if left <= 0:
-                break
-            self._work_came.wait(left)
-            self._work_came.clear()
-
     def _work(self) -> None:
         try:
             while not self._over():
-                self._gather()
                 self._engine.drive(lambda: self._engine.idle or self._over())
                 self._look()
                 if not self._over():
