@@ -86,8 +86,8 @@ def test_a_batch_of_texts_that_differ_ends_no_later_than_without_a_draft(alpha: 
         for view in world.views:
             view.params = SamplingParams(max_tokens=256)
         found.append(plain / world.milliseconds(controller, 256))
-    assert median(found) >= 0.94
-    assert min(found) >= 0.93
+    assert median(found) >= 0.945
+    assert min(found) >= 0.935
 
 
 def test_slow_rows_count_for_less_while_others_wait() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-from statistics import mean
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from headstart.maths.cost import (
     best_length,
     break_even,
     conditional,
-    longer_for_the_last,
     reach,
     round_tokens,
     slowest_tokens,
@@ -146,33 +143,3 @@ def test_the_slowest_rows_are_those_whose_first_guess_holds_least_often() -> Non
     assert slowest_tokens(rows, 0.5) == pytest.approx([1.0, 1.1, 1.15])
     assert slowest_tokens(rows, 0.1) == [1.0, 1.0, 1.0], "one at least, and to the longest draft of all"
     assert slowest_tokens([[0.5]], 0.25) == round_tokens([[0.5]])
-
-
-@pytest.mark.parametrize("gamma", [1, 4])
-@pytest.mark.parametrize("rows", [2, 8, 32])
-def test_the_last_of_several_rows_ends_as_late_as_when_it_is_played(rows: int, gamma: int) -> None:
-    alpha, left, chance = 0.6, 96, random.Random(0)
-    each = reach(alpha, gamma)
-    rounds = []
-    for _ in range(120):
-        last = 0
-        for _ in range(rows):
-            written, mine = 0, 0
-            while written < left:
-                draw = chance.random()
-                written, mine = written + 1 + sum(draw < reached for reached in each), mine + 1
-            last = max(last, mine)
-        rounds.append(last)
-    usual = left / tau(alpha, gamma)
-    played = (mean(rounds) - 0.5) / usual  # a row's last round is half used
-    assert longer_for_the_last([each] * rows, [left] * rows)[gamma] == pytest.approx(played, abs=0.03)
-
-
-def test_only_rows_that_end_about_as_late_as_the_last_hold_it_up() -> None:
-    row = [0.6]
-    alone, together = longer_for_the_last([row] * 8, [96] + [10] * 7), longer_for_the_last([row] * 8, [96] * 8)
-    assert alone == [1.0, 1.0]
-    assert together[0] == 1.0, "without drafts all end together"
-    assert longer_for_the_last([row] * 8, [400] * 8)[1] < together[1], "luck evens out in long answers"
-    assert longer_for_the_last([[1.0]] * 8, [96] * 8)[1] == 1.0, "nothing is left to luck"
-    assert longer_for_the_last([row, [], []], [0, 0, 0])[1] > 1.0, "some row has no guess, none has anything left"

@@ -10,10 +10,9 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, with_draft
+from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, slowest_tokens, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
-from .batch import shared_speeds
 from .costs import Beliefs, Costs, DraftSeconds, low
 from .forced import cut_forced, widened
 from .probes import Probes, Rest
@@ -44,6 +43,7 @@ class AdaptiveController:
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     DOUBTED = 3.0  # a first draft that took more times what it should is not believed
+    SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
     CHUNK = 512  # tokens that a drafter which catches up reads at once, in two draft steps and what each token takes
 
@@ -307,23 +307,23 @@ class AdaptiveController:
             return 0  # a plain round first: it costs nothing and is what every other width is compared with
         times = with_draft(forwards, start, step)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
-        lefts = [self._left(view) for view in views]
         lag = 0.0  # more that must hold of each row's first guess, so that the slowest ones do not lose
         if rows > 1 and not self._waiting:
-            apart = self._acceptance.apart([view.id for view in views]) if step > 0 else None
-            speeds, lag = shared_speeds(chances, tokens, times, lefts, apart)
+            slowest = self._slowest(views, chances, tokens, paid=step > 0)
+            loss = [max(0.0, 1 - each * times[0] / time) for each, time in zip(slowest, times, strict=True)]
+            speeds = [speed - self.GUARD * lost * speeds[0] for speed, lost in zip(speeds, loss, strict=True)]
+            lag = (tokens[1] / rows - slowest[1]) * self.GUARD / (1 + self.GUARD) * (step > 0)
         if self._lengths is not None:
             speeds = [speed if gamma in self._lengths else 0.0 for gamma, speed in enumerate(speeds)]
         # A draft that fails as a whole must not lose more than there is: where little is known, drafts are short.
         room = max(times[1], times[0] * (1 + self._probes.room))
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
         reading, once = self._once(rows, start, step)
-        left, surely = sum(lefts), self.SURELY
+        left, surely = sum(self._left(view) for view in views), self.SURELY
         if self._forecast is not None:
             surely = self.MEASURED
-        # All in all it must promise as much; what it read once and missed since was its own doing, and is paid out of
-        # what may be lost.
-        wins = best and (1 / self.WORTH_IT / speeds[0] - 1 / speeds[best]) * left > surely * once
+        # What it read once and missed since was its own doing, and is paid out of what may be lost.
+        wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
         if wins and self._probes.room > max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE):
             self._why = _PAYS
             return best if self._held or not step else 1  # the first drafts that cost time are short
@@ -358,6 +358,16 @@ class AdaptiveController:
             return 0
         self._why = max(self._why, _PROBE)
         return 1
+
+    def _slowest(
+        self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], tokens: Sequence[float], *, paid: bool
+    ) -> list[float]:
+        """Expected tokens of a round for each of the slowest rows, by draft length; ``tokens``: for all. Own records of
+        guesses that cost time may differ by chance: only what is more than that is believed."""
+        apart = self._acceptance.apart([view.id for view in views]) if paid else 1.0
+        means = (each / len(chances) for each in tokens)
+        slowest = slowest_tokens(chances, self.SLOWEST)
+        return [mean + apart * (slow - mean) for mean, slow in zip(means, slowest, strict=True)]
 
     def _worth(self, times: Sequence[float], left: float) -> float:
         """Plain rounds that a good draft would win in so many tokens of each row."""

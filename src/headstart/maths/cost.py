@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations, pairwise, zip_longest
 from operator import mul
-from statistics import NormalDist
 
 __all__ = [
     "Acceptance",
@@ -29,7 +28,6 @@ __all__ = [
     "break_even",
     "by_width",
     "conditional",
-    "longer_for_the_last",
     "reach",
     "round_tokens",
     "slope",
@@ -40,7 +38,6 @@ __all__ = [
 ]
 
 Acceptance = float | Sequence[float]  # one alpha for all positions, or a_1, a_2, ... (the last one goes on for ever)
-_NORMAL = NormalDist()
 Point = tuple[int, float, int]  # tokens, what they took, how often that was timed
 
 
@@ -81,28 +78,6 @@ def slowest_tokens(rows: Sequence[Sequence[float]], share: float) -> list[float]
     longest = max(map(len, rows), default=0)
     found = [tokens / len(slowest) for tokens in round_tokens(slowest)]
     return found + found[-1:] * (longest + 1 - len(found))
-
-
-def longer_for_the_last(rows: Sequence[Sequence[float]], left: Sequence[float]) -> list[float]:
-    """How many times longer rows that write together take until the last one of them has ended than until they have on
-    average; by draft length, as ``round_tokens``, for ``left`` tokens of each.
-
-    Without drafts each row gets a token a round, and rows with as much to write end together. With drafts it depends on
-    chance how many a row gets: over n rounds the tokens of one scatter by sd sqrt(n), and of several the unluckiest is
-    as far behind as the least of so many normal values usually is (Blom's approximation). Only those rows count whose
-    end is about as far away as the last one's.
-    """
-    reached = [sum(at) / len(rows) for at in zip_longest(*rows, fillvalue=0.0)]
-    tokens = accumulate(reached, initial=1.0)
-    squares = accumulate(((2 * i + 1) * each for i, each in enumerate(reached)), initial=0.0)
-    last, found = max(left), []
-    most = max(1.0, last)
-    for mean, square in zip(tokens, squares, strict=True):
-        variance = max(0.0, square - (mean - 1) ** 2)
-        behind = (variance * most / mean) ** 0.5
-        level = sum(each >= last - behind for each in left)
-        found.append(1 + _NORMAL.inv_cdf((level - 0.375) / (level + 0.25)) * behind / most)
-    return found
 
 
 def tau(acceptance: Acceptance, gamma: int) -> float:
