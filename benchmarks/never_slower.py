@@ -9,9 +9,7 @@ nothing repeats, at temperature 0 and 1.5, alone and together; from a cold contr
 request wants (``speculate=False``). Each figure is the rate over that of an engine without a draft in the same turn,
 prompts included; reported are the median of the turns and the interval in which it lies with 95%.
 Every turn measures all cases once: a run that is stopped early (``--seconds``) has fewer turns, not fewer cases.
-On a CPU all engines of a case answer at once, a step of each in turn (lab/turns.py): it is shared with others. Where it
-is so busy that "off" scatters by a tenth, look at "usual": each round counts as what rounds with as many rows and
-tokens took in the middle, in the same run; prompts, drafts' reading and the time between rounds as they were.
+On a CPU all engines of a case answer at once, a step of each in turn (lab/turns.py): it is shared with others.
 ``--go-on`` adds turns (or cases, with other --batches) to those that are stored.
 """
 
@@ -20,7 +18,6 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +53,6 @@ class NeverSlower:
         self._gpu = setting.name.startswith("gpu")
         self.engines: dict[str, LLM] = {}
         self.rates: dict[tuple[str, Case], list[float]] = {}
-        self.usual: dict[tuple[str, Case], list[float]] = defaultdict(list)  # the same, by usual rounds
         self.said: dict[tuple[str, Case], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []  # stored by an earlier run, of other cases
         for name in (PLAIN, *drafts):
@@ -101,8 +97,6 @@ class NeverSlower:
                 "drafted_per_round": drafted / rounds,
                 "reason": run.engine.inactive_reason,
             }
-            if turn:
-                self.usual[name, case].append(run.tokens / usual_seconds(run))
         return rates
 
     def turn(self, number: int) -> None:
@@ -121,8 +115,6 @@ class NeverSlower:
             if case in self.cases and found["draft"] in self.drafts:
                 self.rates[found["draft"], case] = found["rates"]
                 self.rates[PLAIN, case] = found["plain_rates"]
-                self.usual[found["draft"], case] = list(found.get("usual_rates", []))
-                self.usual[PLAIN, case] = list(found.get("usual_plain_rates", []))
             else:
                 self.others.append(found)
         return min((len(rates) for rates in self.rates.values()), default=0)
@@ -133,8 +125,6 @@ class NeverSlower:
             for case in self.cases:
                 rates, plain = self.rates[name, case], self.rates[PLAIN, case]
                 ratios = [ours / theirs for ours, theirs in zip(rates, plain, strict=True)]
-                usual = self.usual[name, case], self.usual[PLAIN, case]
-                by_usual = [ours / theirs for ours, theirs in zip(*usual, strict=True)]
                 found.append(
                     {
                         "draft": name,
@@ -142,7 +132,6 @@ class NeverSlower:
                         "batch": case.batch,
                         "over_plain": median(ratios),
                         "interval": interval(ratios),
-                        "usual": {"over_plain": median(by_usual), "interval": interval(by_usual), "ratios": by_usual},
                         "turns": len(ratios),
                         "tokens_per_second": median(rates),
                         "plain_tokens_per_second": median(plain),
@@ -150,20 +139,9 @@ class NeverSlower:
                         "ratios": ratios,
                         "rates": rates,
                         "plain_rates": plain,
-                        "usual_rates": usual[0],
-                        "usual_plain_rates": usual[1],
                     }
                 )
         return self.others + found
-
-
-def usual_seconds(run: Run) -> float:
-    """What a run takes where each round without a prompt takes as long as most of its kind."""
-    kinds: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for _, records in run.rounds:
-        if records and not records[0].prefill:
-            kinds[records[0].rows, records[0].width].append(records[0].round_seconds - records[0].catch_up_seconds)
-    return run.seconds - sum(sum(seconds) - len(seconds) * median(seconds) for seconds in kinds.values())
 
 
 def measure(part: NeverSlower, turns: int, report: Report, *, go_on: bool) -> None:
@@ -182,8 +160,7 @@ def measure(part: NeverSlower, turns: int, report: Report, *, go_on: bool) -> No
         low, high = case["interval"]
         log(
             f"{case['draft']:8} T {case['temperature']:g}, batch {case['batch']:2}: {case['over_plain']:.3f} "
-            f"[{low:.3f}, {high:.3f}] of {case['plain_tokens_per_second']:.0f} tok/s; by usual rounds "
-            f"{case['usual']['over_plain']:.3f}"
+            f"[{low:.3f}, {high:.3f}] of {case['plain_tokens_per_second']:.0f} tok/s"
         )
 
 

@@ -80,7 +80,7 @@ void tiles_product(const Matrix& m, int first, int count, const Inputs& in, int 
 
 using namespace hs;
 
-// The instructions that this library was compiled to use, uses.
+// The instructions that this library was compiled for.
 HS_API const char* hs_instructions() {
 #if defined(__AVX512VNNI__)
     return "AVX-512 VNNI";
