@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from headstart.control.adaptive import AdaptiveController
@@ -45,6 +45,7 @@ class Machine:
     noise: float = 0.02
     outliers: float = 0.04
     rows_cost: float = 0.7  # how much more a draft step takes with 32 rows
+    ragged: bool = False  # a forward takes no longer than its tokens; else all rows are as wide as the widest
 
     def step(self, rows: int) -> float:
         return self.ratio * self.forward(1, 1) * (1 + self.rows_cost * (rows - 1) / 31)
@@ -66,6 +67,10 @@ def gpu(ratio: float = 0.35 / 4.9) -> Machine:
 def cpu(ratio: float = 16 / 39) -> Machine:
     """Two cores with a 1.5B target in int4: five tokens cost less than four."""
     return Machine(lambda r, w: _CPU(r * w), ratio, (0.0, 1.0, 0.045), ahead=False, noise=0.03, rows_cost=1.5)
+
+
+def ragged_cpu(ratio: float = 16 / 39) -> Machine:
+    return replace(cpu(ratio), ragged=True)
 
 
 @dataclass
@@ -208,8 +213,8 @@ class World:
         drafting: float,
         strengths: Sequence[int] | None = None,
     ) -> None:
-        width = max(lengths) + 1
-        forward = self.machine.forward(self.rows, width)
+        width, tokens = max(lengths) + 1, (sum(lengths) + self.rows) * self.machine.ragged
+        forward = self.machine.forward(1, tokens) if tokens else self.machine.forward(self.rows, width)
         emitted = [sum(held) + 1 for held in outcomes]
         for view, count in zip(self.views, emitted, strict=True):
             view.tokens += [1] * count
@@ -225,7 +230,7 @@ class World:
             [
                 Round(
                     view.id, n, sum(held), count, self.rows, width, 0, drafted, measured, whole,
-                    outcomes=held, strength=strength, catch_up_seconds=read,
+                    outcomes=held, strength=strength, catch_up_seconds=read, tokens=tokens,
                 )
                 for view, n, held, count, strength in lines
             ]
@@ -244,7 +249,7 @@ def played(
     told = {"cost": machine.ratio / (2 if machine.ahead else 1)} | told
     if machine.ahead and not lookup:
         told = {"lengths": range(11)} | told
-    controller.meet(free=bool(lookup), ends_itself=False, **told)  # type: ignore[arg-type]
+    controller.meet(free=bool(lookup), ends_itself=False, ragged=machine.ragged, **told)  # type: ignore[arg-type]
     return World(machine, rows, alpha, seed, lookup=lookup).play(controller, tokens)
 
 

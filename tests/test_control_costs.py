@@ -7,7 +7,8 @@ from statistics import median
 
 import pytest
 
-from headstart.control.costs import LIFETIME, Costs, DraftSeconds
+from headstart.control.costs import LIFETIME, Costs
+from headstart.control.draft_costs import DraftSeconds
 from headstart.maths.cost import slope
 
 

@@ -323,7 +323,7 @@ def test_the_one_that_drafts_alone_is_one_that_may(monkeypatch: pytest.MonkeyPat
     controller.meet(free=False, ends_itself=False)
     controller._behind = {"a": 500, "b": 500, "c": 900}
     for affordable, expected in ((1, [0, 1, 0]), (0, [0, 0, 0])):
-        answers = iter([0, affordable])  # not all together; one alone
+        answers = iter([[0] * 3, [affordable] * 3])  # not all together; one alone
         monkeypatch.setattr(controller, "_choose", lambda *_, answers=answers: next(answers))
         assert controller.budgets([View("a"), View("b"), View("c")], [0, 3, 3]) == expected
 

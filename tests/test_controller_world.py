@@ -11,7 +11,7 @@ from collections import Counter
 from statistics import mean, median
 
 import pytest
-from controller_world import Machine, Played, View, World, cpu, gpu, plain_speed, played, same
+from controller_world import Machine, Played, View, World, cpu, gpu, plain_speed, played, ragged_cpu, same
 
 from headstart import LLM
 from headstart.control.adaptive import AdaptiveController
@@ -20,7 +20,7 @@ from headstart.maths.cost import tau
 from headstart.testing import tiny_model
 from headstart.types import SamplingParams
 
-MACHINES = {"gpu": gpu, "cpu": cpu}
+MACHINES = {"gpu": gpu, "cpu": cpu, "ragged": ragged_cpu}
 SEEDS = {1: 16, 8: 6, 32: 3}  # more rows, more guesses a round: fewer worlds tell as much
 
 

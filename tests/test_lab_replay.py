@@ -10,6 +10,7 @@ import torch
 
 from headstart.control.controller import FixedController
 from headstart.distill.shapes import head_for
+from headstart.drafters.base import LeastChances
 from headstart.lab.agreement import Agreement, Written
 from headstart.lab.guesses import ByAgreement, View, ends_each
 from headstart.lab.predict import Draft, predict, write
@@ -114,10 +115,12 @@ def test_a_token_that_is_not_kept_costs_its_step(head_system: System, monkeypatc
     at_the_end = FLAT.step  # there is room for one token only
     assert played.draft_seconds == pytest.approx(drafts * (FLAT.start + 2 * FLAT.step) - at_the_end)
     alike = {texts[0]: Agreement(False, *4 * (((0.4,) * 40,),))}
-    ends = ends_each(lambda rows: (0.5, 0.0))
+    ends = ends_each(lambda rows: LeastChances(0.5, 0.0))
     view = View.of(0, texts[0], "block")
     assert ends([view], [4], [*alike.values()]) == ([1], 2)
-    assert ends_each(lambda rows: (0.0, 0.5))([view], [4], [*alike.values()]) == ([1], 1), "it was not tried"
+    assert ends_each(lambda rows: LeastChances(0.0, 0.5))([view], [4], [*alike.values()]) == ([1], 1), (
+        "it was not tried"
+    )
 
 
 def test_a_wrong_agreement_is_seen(model_system: System) -> None:

@@ -109,7 +109,9 @@ def test_with_little_room_every_length_is_measured_by_fewer_rounds() -> None:
 def test_a_round_without_a_draft_is_a_plain_one() -> None:
     """What few turns say beside that is noise, and would be all that is predicted of a draft that is not used."""
     seen = _Seen(defaultdict(list, {1: [0.88], 2: [0.97], 3: [1.3]}))
-    system: Any = SimpleNamespace(engine=SimpleNamespace(parts=SimpleNamespace(drafter=None, captured=None)))
+    system: Any = SimpleNamespace(
+        engine=SimpleNamespace(parts=SimpleNamespace(drafter=None, captured=None, runner=SimpleNamespace(ragged=False)))
+    )
     found = _costs(system, {1: seen, 2: _Seen(defaultdict(list, {1: [1.2]}))}, {1: [2.0], 2: [2.0]})
     assert [found.forward(1, width) for width in (1, 2, 3)] == [2.0, 2.0, 2.6]
     assert found.forward(2, 1) == pytest.approx(2.04)

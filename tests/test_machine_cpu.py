@@ -246,6 +246,12 @@ def test_no_logit_depends_on_the_company(family: str, kind: str) -> None:
     assert torch.equal(found[0, :2], fresh[9:11])
     assert torch.equal(found[1], fresh[4:9])
     assert torch.equal(found[2], fresh[:5])
+    # And each row with its own tokens only.
+    pieces = r.forward_ragged(slice(0, 3), [[*TEXT[9:11], 77], TEXT[4:9], TEXT[:1]], [9, 4, 0])
+    assert [len(logits) for logits in pieces] == [3, 5, 1]
+    assert torch.equal(pieces[0][:2], fresh[9:11])
+    assert torch.equal(pieces[1], fresh[4:9])
+    assert torch.equal(pieces[2], fresh[:1])
     # A tree whose second branch is the text; its keys stand with gaps.
     tree = Topology.of([(-1, -1, 1, 0, 2)], r.device)
     nodes = torch.tensor([[TEXT[11], 77, TEXT[12], TEXT[13], 78, TEXT[14]]])
@@ -271,6 +277,9 @@ def test_features_are_the_hidden_states() -> None:
     assert torch.equal(found[:, 128:], found[:, :64])
     assert not torch.allclose(found[:, 64:128], states[1][0], atol=0.02)
     assert torch.equal(r.features(0, 0, 4), found[:4])
+    r.forward_ragged(slice(0, 2), [TEXT[4:6], TEXT[10:14]], [4, 10])
+    assert torch.equal(r.features(0, 0, 6), found[:6])
+    assert torch.equal(r.features(1, 0, 14), found)
     with pytest.raises(ValueError, match="already watches"):
         r.watch((1,))
 
@@ -283,6 +292,12 @@ def test_ids_and_sizes_are_checked() -> None:
         r.forward(slice(0, 1), torch.tensor([TEXT]), [r.slab.capacity - 5])
     with pytest.raises(ValueError, match="do not agree"):
         r.forward(slice(0, 2), torch.tensor([TEXT]), [0])
+    with pytest.raises(ValueError, match="do not fit"):
+        r.forward_ragged(slice(0, 2), [TEXT, TEXT[:1]], [r.slab.capacity - 5, 0])
+    with pytest.raises(ValueError, match="do not agree"):
+        r.forward_ragged(slice(0, 2), [TEXT], [0])
+    with pytest.raises(ValueError, match="vocabulary"):
+        r.forward_ragged(slice(0, 2), [[1, 2], [TINY_VOCABULARY]], [0, 0])
 
 
 def test_packed_weights_on_disk(tmp_path: Path) -> None:

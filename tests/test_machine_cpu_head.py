@@ -139,6 +139,34 @@ def test_greedy_chains_are_the_argmaxes_and_end_where_hope_does() -> None:
         assert drafted(6, min_chance_to_extend=between) == expected[:end]
         assert drafted(6, least_next=between) == expected[: end + 1]
     assert drafted(6, least_next=1.1) == drafted(6, min_chance_to_extend=1.1) == expected[:1]
+    assert drafted(6, least_first=1.1) == expected, "the likeliest first token of all stays"
+
+
+@pytest.mark.parametrize("way", ["greedy", "drawn"])
+def test_first_tokens_with_too_little_chance_are_left_out_but_for_the_likeliest(way: str) -> None:
+    """Whatever they are: what decides is the distribution that they are drawn from."""
+    head, rows = net(), 4
+    lines = [text(30, seed) for seed in range(rows)]
+    chances = []
+    for tokens, features in lines:
+        logits = recomputed(head, tokens, features, 1)[1] / AGREEMENT_TEMPERATURE
+        chances.append(float(logits.softmax(1).amax()))
+    order = sorted(chances)
+    params = SamplingParams(verification="coupled", seed=3)
+    knobs = [knobs_of(params, "coupled", seed=3, base=30)] * rows if way == "drawn" else []
+    counts: list[int] = []
+    for least in (0.0, (order[0] + order[1]) / 2, (order[2] + order[3]) / 2, 1.1):
+        served = kernel(head, rows)
+        given = ([0] * rows, [tokens for tokens, _ in lines], [features for _, features in lines], [3] * rows)
+        found = served.chains(*given, temperature=AGREEMENT_TEMPERATURE, knobs=knobs, least_first=least)
+        kept = [chance >= min(least, order[-1]) for chance in chances]
+        if way == "greedy":
+            assert [bool(chain) for chain in found] == kept
+        counts.append(sum(map(bool, found)))
+        assert [len(chain) for chain in found if chain] == [3] * counts[-1]
+    assert counts[0] == rows
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 1
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
@@ -267,6 +295,7 @@ def drafted(
     kernel: bool = True,
     rows: int,
     grammar: Grammar | None = None,
+    needed: float = 0.0,
 ) -> tuple[object, ...]:
     """The texts of four prompts, and all that was proposed on the way."""
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -291,6 +320,8 @@ def drafted(
     head = HeadNet(config, range(TINY_VOCABULARY - 20)).eval().requires_grad_(False)
     drafter = Recorder(head, runner, vocab_size=TINY_VOCABULARY, min_chance_to_extend=0.0)
     assert not kernel or drafter.use_kernel("float32")
+    if needed:
+        runner.ragged, drafter._min_chances = True, lambda: (needed, 0.0)
     engine = Engine(
         runner, drafter, FixedController(3), EngineConfig(max_rows=rows), vocab_size=TINY_VOCABULARY, eos=()
     )
@@ -315,6 +346,14 @@ def drafted(
 )
 def test_the_drafter_guesses_the_same_on_the_kernel(settings: SamplingParams, rows: int) -> None:
     assert drafted(settings, rows=rows) == drafted(settings, kernel=False, rows=rows)
+
+
+def test_rows_with_poor_first_guesses_are_left_out_on_the_kernel_and_without_it() -> None:
+    settings = SamplingParams(temperature=0, max_tokens=60)
+    (texts, everyone), (same, few) = (drafted(settings, rows=3, needed=needed) for needed in (1e-6, 0.4))
+    assert drafted(settings, kernel=False, rows=3, needed=0.4) == (same, few)
+    assert same == texts
+    assert 0 < len(few) < len(everyone)
 
 
 def test_guesses_that_disregard_penalties_change_no_text() -> None:

@@ -207,8 +207,8 @@ class _Beside:
 
     @property
     def known(self) -> dict[str, Any]:
-        """What a controller may know of the draft before it drafts: see ``Controller.meet``."""
-        return {"cost": self.cost, "forecast": self.forecast}
+        """What a controller may know of the pair before it drafts: see ``Controller.meet``."""
+        return {"cost": self.cost, "forecast": self.forecast, "ragged": self.runner.ragged}
 
     def open(self, draft: Model) -> Runner:
         """See ``DraftContext.open_model``."""

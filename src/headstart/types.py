@@ -256,6 +256,7 @@ class Round:
     catch_up_seconds: float = 0.0  # of the whole round: the drafter read what it lacked (a prompt, say)
     predicted: bool = False  # see ``Proposal``
     forced: bool = False  # see ``Proposal``
+    tokens: int = 0  # of that forward, where rows differ in width; 0: all of them are ``width`` wide
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, slowest_tokens, with_draft
+from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
-from .costs import Beliefs, Costs, DraftSeconds, low
+from .choices import Choices
+from .costs import Beliefs, Costs
+from .draft_costs import DraftCosts
 from .forced import cut_forced, widened
 from .probes import Probes, Rest
 from .why import Figures
@@ -37,15 +39,12 @@ class AdaptiveController:
 
     WORTH_IT = 1.02  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
     TOO_LARGE = 0.8  # a draft that reads this share of the target's bytes for a token cannot pay
-    SUPPOSED = 0.1  # plain rounds that a draft step takes, where nobody knows
     USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
     SURELY, MEASURED = 2.0, 1.0  # times what it takes to begin must be won in what is left to write; with a forecast
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
-    DOUBTED = 3.0  # a first draft that took more times what it should is not believed
     SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
-    CHUNK = 512  # tokens that a drafter which catches up reads at once, in two draft steps and what each token takes
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False, drawn: bool = False) -> None:
         """``drawn``: for rounds in which tokens are drawn, not greedy ones."""
@@ -53,6 +52,7 @@ class AdaptiveController:
         self._forecast: Forecast | None = None
         self._cost_ratio: float | None = None
         self._lengths: tuple[int, ...] | None = None
+        self._ragged = False
         self.meet(free=free, ends_itself=ends_itself)
 
     def meet(
@@ -63,6 +63,7 @@ class AdaptiveController:
         cost: float | None = None,
         forecast: Forecast | None = None,
         lengths: Sequence[int] | None = None,
+        ragged: bool | None = None,
     ) -> None:
         self.free, self.ends_itself = free, ends_itself
         self._forecast = forecast or self._forecast
@@ -70,9 +71,9 @@ class AdaptiveController:
         alpha = None if known is None else known.drawn if self._of_drawn else known.greedy
         self._cost_ratio = cost if cost is not None else self._cost_ratio
         self._lengths = tuple(lengths) if lengths is not None else self._lengths
-        self._costs = Costs(known.cost if known is not None else None)
-        self._drafting = DraftSeconds()
-        self._caught_up: deque[float] = deque(maxlen=5)  # what catching up took, over what it was supposed to take
+        self._ragged = ragged if ragged is not None else self._ragged
+        self._costs = Costs(known.cost if known is not None else None, ragged=self._ragged)
+        self._drafting = DraftCosts(self._costs, known, self._cost_ratio)
         self._acceptance = Acceptance(alpha)
         self._hoped = self.HOPED if alpha is None else min(self.HOPED, alpha + self.DOUBT)
         self._probes = Probes()
@@ -85,8 +86,11 @@ class AdaptiveController:
         self._missing = 0  # tokens that the drafter has to read if the next round drafts
         self._again = 0.0  # the share of them that it did not read because it was not asked
         self._held = False  # did a guess ever hold?
+        self._asked: set[str] = set()  # sequences for which this round's paid drafts were asked
+        self._kept: dict[
+            int, float
+        ] = {}  # by rows: guesses a row that a drafter which ends its drafts itself kept lately
         self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
-        self._warm = False  # did it draft at all?
         self._drafted = False  # did the last round draft?
         self._rest, self._rest_of_free = Rest(), Rest()  # from deciding on drafts that cost time, and on free guesses
         self._why = _PLAIN
@@ -97,6 +101,7 @@ class AdaptiveController:
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         self._why = _PLAIN  # a round begins
+        self._asked = set()
         if not self.free:
             return self.paid_budgets(views, limits)
         if self._rest_of_free.lasts([view.id for view in views]):
@@ -116,26 +121,27 @@ class AdaptiveController:
         found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
         if not any(found) and self._figures is not None and self._lengths is None:
             self._rest.begin(self._probes.rest, names)
+        self._asked = {name for name, budget in zip(names, found, strict=True) if budget}
         return found
 
     def _settled(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         """Budgets of drafts that cost time."""
         chances = [self._acceptance.chances(view.id, PAID, limit) for view, limit in zip(views, limits, strict=True)]
         behind = [self._behind.get(view.id, len(view.tokens)) for view in views]
-        line = self._line(len(views))
+        line = self._drafting.line(len(views))
         self._missing = sum(tokens for tokens in behind if tokens > self.NEAR)
         new = sum(len(view.tokens) for view in views if view.id not in self._behind)
         self._again = 1 - new / self._missing if self._missing else 0.0
-        gamma = self._choose(views, chances, *line)
+        found = self._choose(views, chances, *line)
         if self._why == _PAYS and self._held and self.ends_itself and self._drafting:
             return list(limits)  # whether to draft is settled here, how far at every token
-        if not gamma and self._missing and self._lengths is None:
+        if not any(found) and self._missing and self._lengths is None:
             # All together cannot be afforded: the one with the least to read. (On a device all rows draft or none.)
             least, one = min(((n, i) for i, n in enumerate(behind) if limits[i]), default=(0, -1))
             self._missing = least * (least > self.NEAR)
-            drafts = least and self._choose(views, chances, *line)
+            drafts = least and any(self._choose(views, chances, *line))
             return [int(i == one) if drafts else 0 for i in range(len(views))]
-        return [min(gamma, limit) for limit in limits]
+        return [min(length, limit) for length, limit in zip(found, limits, strict=True)]
 
     def trim(self, views: Sequence[DraftView], proposals: Sequence[Proposal | None]) -> list[Proposal | None]:
         whole, proposals = proposals, cut_forced(self._costs, views, proposals)
@@ -144,21 +150,23 @@ class AdaptiveController:
             # Drawn at random by a drafter that calls itself free: these stay whole, because a drawn token may not be
             # dropped when it is known. From the next round on ``budgets`` decides, beforehand.
             self.free = False
+        chains = all(p is None or p.is_chain for p in proposals)
         if not any(loose):
-            return widened(whole, proposals)
+            return proposals if self._ragged and chains else widened(whole, proposals)
         chances = [
             self._acceptance.chances_of(view.id, p, paid=self._paid(p)) if p is not None else []
             for view, p in zip(views, proposals, strict=True)
         ]
         self._missing = 0
-        shortest = 1 if all(p is None or p.is_chain for p in proposals) else 2  # of a tree two, which may be siblings
-        gamma = self._choose(views, chances, 0.0, 0.0)
-        gamma = max(gamma, shortest) if gamma else 0
+        shortest = 1 if chains else 2  # of a tree two, which may be siblings
+        fixed = [not cut for cut in loose] if chains else None
+        lengths = [max(n, shortest) if n else 0 for n in self._choose(views, chances, 0.0, 0.0, fixed)]
         paid = any(p is not None and self._paid(p) for p in proposals)
-        if not gamma and self._lengths is None and not paid and self._hopeless(chances):
+        if not any(lengths) and self._lengths is None and not paid and self._hopeless(chances):
             self._rest_of_free.begin(self._probes.LOOK, [view.id for view in views])
-        pairs = zip(proposals, loose, strict=True)
-        return widened(whole, [p.cut(gamma) if p is not None and cut else p for p, cut in pairs])
+        pairs = zip(proposals, loose, lengths, strict=True)
+        found = [p.cut(length) if p is not None and cut else p for p, cut, length in pairs]
+        return found if self._ragged and chains else widened(whole, found)
 
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:
@@ -173,15 +181,18 @@ class AdaptiveController:
             # call themselves free take the host a moment, which a plain round on a device does not wait for.
             # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
             seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
-            self._costs.add(first.rows, first.width, seconds - first.draft_seconds * bool(paid))
-            self._drafting.scale(self._costs.settle())
+            self._costs.add(first.rows, self._costs.width(first), seconds - first.draft_seconds * bool(paid))
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
         for rest in (self._rest, self._rest_of_free) if drafted else ():
             rest.end()
         if paid:
-            self._time_draft(first, paid)
+            level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
+            longest, catch_up = max(r.drafted for r in paid), first.catch_up_seconds
+            self._drafting.add(first.rows, longest, first.draft_seconds, catch_up, level=level, missing=self._missing)
+            kept = sum(r.drafted for r in paid) / max(1, len(self._asked))
+            self._kept[first.rows] = kept + 0.9 * (self._kept.get(first.rows, kept) - kept)
         probe = drafted and self._why != _PAYS
         kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in rounds if not r.forced]
         self._acceptance.learn(kinds, probe=probe)
@@ -194,8 +205,8 @@ class AdaptiveController:
             self._probes.drafted(cost, given, guesses, probe=probe, enough=self._enough)
         for r in rounds:
             self._emitted[r.sequence] = self._emitted.get(r.sequence, 0) + r.emitted
-            if r.drafted and self._paid(r):
-                self._behind[r.sequence] = 0
+            if (r.drafted and self._paid(r)) or (paid and r.sequence in self._asked):
+                self._behind[r.sequence] = 0  # what was asked reads along, also where nothing was likely enough
             elif r.sequence in self._behind:
                 self._behind[r.sequence] += r.emitted
         self._drafted = drafted
@@ -212,15 +223,16 @@ class AdaptiveController:
         pace, wider = self._pace_and_price()
         if not pace or not self._drafting:
             return 0.0
-        return break_even(self._line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID - 1), 1e-3)
+        return break_even(self._drafting.line(self._rows)[1] + wider, pace) / max(self._acceptance.rate(PAID - 1), 1e-3)
 
     def min_chances(self) -> tuple[float, float]:
         pace, wider = self._pace_and_price()
         return break_even(wider, pace), self.min_chance_to_extend()
 
     def beliefs(self) -> Beliefs:
-        draft = (0.0, 0.0) if self.free and not self._drafting else self._line(self._rows)
-        forwards = self._costs.forwards(self._rows, self.max_gamma + 1)
+        draft = (0.0, 0.0) if self.free and not self._drafting else self._drafting.line(self._rows)
+        each = self._rows if self._ragged else 1  # steps of width, for a token more a row
+        forwards = self._costs.seconds(self._rows, [1 + gamma * each for gamma in range(self.max_gamma + 1)])
         return Beliefs(self._rows, forwards, *draft) if forwards else Beliefs()
 
     def forget(self, sequence_id: str) -> None:
@@ -235,30 +247,16 @@ class AdaptiveController:
 
     # -- learning
 
-    def _time_draft(self, first: Round, paid: Sequence[Round]) -> None:
-        # A drafter that was not asked for a while may read what it missed inside its first draft: no draft step.
-        longest, seconds = max(r.drafted for r in paid), first.draft_seconds
-        if not self._warm:  # its very first draft touches memory and wakes threads: it may say nothing about the next
-            self._warm, supposed = True, self._line(first.rows)[1] * longest
-            seconds = min(seconds, self.DOUBTED * supposed) if supposed else seconds
-        level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
-        if level or first.catch_up_seconds:
-            self._drafting.add(longest, seconds / self._costs.level, first.rows)
-        if (supposed := self._reading(first.rows, *self._line(first.rows))) > 0:
-            self._caught_up.append(first.catch_up_seconds / supposed)
-
     def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
         """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock."""
-        forwards = self._costs.forwards(first.rows, first.width)
+        forwards = self._costs.forwards(first.rows, self._costs.width(first))
         if not forwards:
             return 0.0
-        start, step = self._doubted(first.rows) if paid else (0.0, 0.0)
+        start, step = self._drafting.doubted(first.rows) if paid else (0.0, 0.0)
         seconds = forwards[-1] + start + step * (first.width - 1)
         if self._probes.tried:
             seconds += first.catch_up_seconds * (1.0 if probe else self._again)
-        if not self._drafted:
-            seconds += 2 * self._costs.switch
-        return seconds / forwards[0]
+        return (seconds + self._beginning) / forwards[0]
 
     # -- deciding
 
@@ -266,108 +264,105 @@ class AdaptiveController:
         """Was its length settled before it was drafted, because its tokens cost time?"""
         return guess.paid or not (self.free or guess.predicted or guess.forced)
 
-    def _line(self, rows: int) -> tuple[float, float]:
-        """Seconds that any draft takes, and more for each of its tokens."""
-        table = self._costs.table(rows)
-        if self._drafting:
-            start, step = (seconds * self._costs.level for seconds in self._drafting.line(rows))
-            if self._forecast is not None and table and self._drafting.few(rows):  # timed in a bad moment, perhaps
-                step = min(step, self._forecast.cost.c * table[0][1])
-            return start, step
-        return 0.0, self._supposed(rows)
+    def _choose(
+        self,
+        views: Sequence[DraftView],
+        chances: Sequence[Sequence[float]],
+        start: float,
+        step: float,
+        fixed: Sequence[bool] | None = (),
+    ) -> list[int]:
+        """The draft length of each row with which all together get the most tokens a second, or a probe, or zeros.
 
-    def _doubted(self, rows: int) -> tuple[float, float]:
-        """``_line``, or less where it is old: perhaps it was timed in a bad moment, which must not rule probes out."""
-        start, step = self._line(rows)
-        return (0.0, min(start + step, self._supposed(rows))) if self._drafting.old(rows) else (start, step)
-
-    def _supposed(self, rows: int) -> float:
-        """Seconds of a draft step, before one was timed."""
-        table = self._costs.table(rows)
-        ratio = self._forecast.cost.c if self._forecast is not None else self._cost_ratio or self.SUPPOSED
-        return ratio * table[0][1] if table else 0.0
-
-    def _reading(self, rows: int, start: float, step: float) -> float:
-        """Seconds that the drafter is supposed to take to read what it missed, by what a draft and the target's own
-        reading take; more or less as it turns out (``_caught_up``)."""
-        table = self._costs.table(rows)
-        if not table or not self._missing:
-            return 0.0
-        ratio = (start + step) / table[0][1]
-        if self._forecast is not None and self._cost_ratio is not None:
-            ratio = min(ratio, self._cost_ratio)  # many tokens are arithmetic, of which there is as much as weights
-        token = self._costs.token * ratio
-        return -(-self._missing // self.CHUNK) * 2 * (start + step) + token * self._missing
-
-    def _choose(self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], start: float, step: float) -> int:
-        """The draft length that gives the most tokens a second over all rows, or a probe, or 0."""
-        tokens, rows = round_tokens(chances), len(chances)
-        forwards = self._costs.forwards(rows, len(tokens), curious=self._drafted)
+        ``fixed``: rows that are verified whole, whatever is chosen; None: some are trees, and all will be padded."""
+        choices, rows = self._choices(chances, fixed, paid=step > 0), len(chances)
+        tokens = choices.tokens
+        forwards = self._costs.seconds(rows, choices.widths, curious=self._drafted)
         if not forwards or len(tokens) == 1 or not self._costs.timed(rows):
-            return 0  # a plain round first: it costs nothing and is what every other width is compared with
-        times = with_draft(forwards, start, step)
+            return [0] * rows  # a plain round first: it costs nothing and is what every other width is compared with
+        times = with_draft(forwards, start, step, choices.longest)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
-        lag = 0.0  # more that must hold of each row's first guess, so that the slowest ones do not lose
-        if rows > 1 and not self._waiting:
-            slowest = self._slowest(views, chances, tokens, paid=step > 0)
+        guarded = rows > 1 and not self._waiting
+        if guarded:
+            slowest = self._slowest(views, choices, paid=step > 0)
             loss = [max(0.0, 1 - each * times[0] / time) for each, time in zip(slowest, times, strict=True)]
             speeds = [speed - self.GUARD * lost * speeds[0] for speed, lost in zip(speeds, loss, strict=True)]
-            lag = (tokens[1] / rows - slowest[1]) * self.GUARD / (1 + self.GUARD) * (step > 0)
         if self._lengths is not None:
             speeds = [speed if gamma in self._lengths else 0.0 for gamma, speed in enumerate(speeds)]
         # A draft that fails as a whole must not lose more than there is: where little is known, drafts are short.
         room = max(times[1], times[0] * (1 + self._probes.room))
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
-        reading, once = self._once(rows, start, step)
-        left, surely = sum(self._left(view) for view in views), self.SURELY
-        if self._forecast is not None:
-            surely = self.MEASURED
+        reading = self._drafting.reading(rows, self._missing, start, step)
+        once = reading + self._beginning
+        left = sum(self._left(view) for view in views)
+        # Where rows differ in width, a probe of one row costs little: more is known before all of them catch up.
+        surely = self.MEASURED if self._forecast is not None else self.SURELY * (1 + self._ragged)
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
         wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
         if wins and self._probes.room > max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE):
             self._why = _PAYS
-            return best if self._held or not step else 1  # the first drafts that cost time are short
+            found = choices.lengths(best)
+            return found if self._held or not step else [min(1, n) for n in found]  # the first that cost time are short
         alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
         self._say(Figures(alpha, forwards[0], forwards[1], start + step, bool(best)))
-        return self._probe(forwards, start, step, left / rows, lag, rows)
+        return self._probe(views, chances, start, step, left / rows, guarded=guarded)
+
+    def _choices(self, chances: Sequence[Sequence[float]], fixed: Sequence[bool] | None, *, paid: bool) -> Choices:
+        if not self._ragged or fixed is None or (paid and not self.ends_itself):
+            # A draft model's step is paid for all rows together: what one row's longer draft saves is little beside it.
+            return Choices.by_length(chances, self.SLOWEST, ragged=self._ragged)
+        found = Choices.by_guess(chances, self.SLOWEST, fixed)
+        kept = self._kept.get(len(chances)) if paid else None
+        return found if kept is None else found.shortened(round(kept * len(chances)))
 
     def _hopeless(self, chances: Sequence[Sequence[float]]) -> bool:
         """Would guesses like these not pay even if all of them held? Too few rows have any, or wide rounds are dear."""
-        tokens = round_tokens([[1.0] * len(each) for each in chances])
-        forwards = self._costs.forwards(len(chances), len(tokens))
-        least = self.WORTH_IT * tokens[0] / forwards[0] if forwards else 0.0
-        return self._probes.tried and all(t < least * each for t, each in zip(tokens, forwards, strict=False))
+        choices = self._choices([[1.0] * len(each) for each in chances], (), paid=False)
+        forwards = self._costs.seconds(len(chances), choices.widths)
+        least = self.WORTH_IT * choices.tokens[0] / forwards[0] if forwards else 0.0
+        return self._probes.tried and all(t < least * s for t, s in zip(choices.tokens, forwards, strict=False))
 
-    def _once(self, rows: int, start: float, step: float) -> tuple[float, float]:
-        """Seconds of reading what the drafter missed, and of all that it takes to begin."""
-        reading = self._reading(rows, start, step) * (low(self._caught_up) if self._caught_up else 1.0)
-        return reading, reading + 2 * self._costs.switch * (not self._drafted)
+    @property
+    def _beginning(self) -> float:
+        """Seconds that it takes to begin drafting and to end it again, where the last round did not draft."""
+        return 2 * self._costs.switch * (not self._drafted)
 
-    def _probe(self, forwards: Sequence[float], start: float, step: float, left: float, lag: float, rows: int) -> int:
-        """1 if a draft is to be tried that is not expected to pay. ``left``: tokens of each row; ``lag``: see
-        ``_choose``."""
+    def _probe(
+        self,
+        views: Sequence[DraftView],
+        chances: Sequence[Sequence[float]],
+        start: float,
+        step: float,
+        left: float,
+        *,
+        guarded: bool,
+    ) -> list[int]:
+        """A token for each row if a draft is to be tried that is not expected to pay, else none. ``left``: tokens of
+        each row; ``guarded``: the slowest rows must not lose, so more must hold of each row's first guess."""
+        choices, rows = Choices.by_length(chances, self.SLOWEST, ragged=self._ragged), len(chances)
+        lag = 0.0
+        if guarded and step:
+            slowest = self._slowest(views, choices, paid=True)
+            lag = (choices.tokens[1] / rows - slowest[1]) * self.GUARD / (1 + self.GUARD)
         if step:
-            start, step = self._doubted(rows)
-        times = with_draft(forwards, start, step)
-        _, once = self._once(rows, start, step)
+            start, step = self._drafting.doubted(rows)
+        times = with_draft(self._costs.seconds(rows, choices.widths, curious=self._drafted), start, step)
+        once = self._drafting.reading(rows, self._missing, start, step) + self._beginning
         self._enough = break_even(times[1] - times[0], 1 / times[0]) + lag
         cost, worth = (times[1] + once) / times[0] - 1, self._worth(times, left)
         # The first one also where it is little of what lies ahead, and a good draft would win much more there.
         ahead = left if not self._probes.tried and self._missing and worth * times[0] > 3 * once else 0.0
         if worth <= cost or not self._probes.due(cost, ahead, self._enough):
-            return 0
+            return [0] * rows
         self._why = max(self._why, _PROBE)
-        return 1
+        return choices.lengths(1)
 
-    def _slowest(
-        self, views: Sequence[DraftView], chances: Sequence[Sequence[float]], tokens: Sequence[float], *, paid: bool
-    ) -> list[float]:
-        """Expected tokens of a round for each of the slowest rows, by draft length; ``tokens``: for all. Own records of
-        guesses that cost time may differ by chance: only what is more than that is believed."""
+    def _slowest(self, views: Sequence[DraftView], choices: Choices, *, paid: bool) -> list[float]:
+        """Expected tokens of a round for each of the slowest rows, by choice. Own records of guesses that cost time may
+        differ by chance: only what is more than that is believed."""
         apart = self._acceptance.apart([view.id for view in views]) if paid else 1.0
-        means = (each / len(chances) for each in tokens)
-        slowest = slowest_tokens(chances, self.SLOWEST)
-        return [mean + apart * (slow - mean) for mean, slow in zip(means, slowest, strict=True)]
+        means = (each / len(choices.chances) for each in choices.tokens)
+        return [mean + apart * (slow - mean) for mean, slow in zip(means, choices.slowest, strict=True)]
 
     def _worth(self, times: Sequence[float], left: float) -> float:
         """Plain rounds that a good draft would win in so many tokens of each row."""
@@ -394,4 +389,5 @@ class AdaptiveController:
         if not table or not self._pace:
             return 0.0, 0.0
         emitted, seconds = (sum(column) for column in zip(*self._pace, strict=True))
-        return max(emitted / seconds, self._rows / table[0][1]), max(0.0, slope(table))
+        each = self._rows if self._ragged else 1  # steps of width, for a token more a row
+        return max(emitted / seconds, self._rows / table[0][1]), max(0.0, slope(table)) * each

@@ -35,13 +35,15 @@ class Controller(Advice, Protocol):
         cost: float | None = None,
         forecast: Forecast | None = None,
         lengths: Sequence[int] | None = None,
+        ragged: bool | None = None,
     ) -> None:
         """Who drafts from now on: one whose guesses cost nothing; one that ends a draft by itself (see ``Advice``).
         What was learnt before is forgotten.
 
         ``cost``: bytes that it reads for a token, over the target's. ``forecast``: what was measured of both before
         they serve anybody; it is believed until rounds say otherwise. ``lengths``: all rows draft together, and so many
-        tokens. None: as said before, if ever.
+        tokens. ``ragged``: a round's forward takes no longer than its tokens, however unlike its rows are (see
+        ``ModelRunner``). None: as said before, if ever.
         """
         return None
 

@@ -1,7 +1,7 @@
-"""What a round costs by its rows and width, and a draft by its length: measured as it goes.
+"""What a round costs by its rows and width: measured as it goes.
 
-Knows: seconds of the last rounds and drafts. Does not know: who drafts, or whether it holds; how lines are read off
-measurements (``maths.cost``).
+Knows: seconds of the last rounds. Does not know: who drafts, what that takes (``draft_costs``), or whether it holds;
+how lines are read off measurements (``maths.cost``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ..maths.cost import CostModel, Point, by_width, slope, start_and_step
+from ..maths.cost import CostModel, Point, by_width, slope
+from ..types import Round
 
-__all__ = ["Beliefs", "Costs", "DraftSeconds", "low"]
+__all__ = ["LIFETIME", "Beliefs", "Costs", "like", "low", "nearest"]
 
 LIFETIME = 200  # rounds after which a measurement counts for little, so that a bad moment rules nothing out for good
 
@@ -86,9 +87,10 @@ class Costs:
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
-    def __init__(self, measured: CostModel | None = None) -> None:
-        """``measured``: the target's forwards by their width, if anybody knows."""
-        self._measured = measured
+    def __init__(self, measured: CostModel | None = None, *, ragged: bool = False) -> None:
+        """``measured``: the target's forwards by their width, if anybody knows. ``ragged``: rows of a forward may
+        differ in width. Then a width here is one and all drafted tokens of the round; else those of the widest row."""
+        self._measured, self.ragged = measured, ragged
         self._wider: dict[int, float] = {}  # by rows: what a token more a row costs by it, in plain rounds
         self._cells: dict[int, dict[int, _Cell]] = {}
         self._ratios: deque[tuple[float, int]] = deque(maxlen=2 * self.FOLLOWED)  # to what was expected, and the width
@@ -99,13 +101,20 @@ class Costs:
         self._drafted = False
         self.level = 1.0
 
+    def width(self, first: Round) -> int:
+        """As it is counted here, of a round by one of its records."""
+        if not self.ragged:
+            return first.width
+        return 1 + (first.tokens or first.rows * first.width) - first.rows
+
     def add(self, rows: int, width: int, seconds: float) -> None:
+        width = _nearly(width) if self.ragged else width
         self._clock += 1
         self._tables.clear()
         changed, self._drafted = self._drafted != (width > 1), width > 1
         if changed and width == 1 and not self.timed(rows):
             return  # drafting has just ended: the next one is what others are compared with
-        cells = self._cells.setdefault(_like(rows), {})
+        cells = self._cells.setdefault(like(rows), {})
         cell = cells.setdefault(width, _Cell())
         if len(cell.seen) >= 3:
             if changed:
@@ -186,12 +195,12 @@ class Costs:
 
     def timed(self, rows: int) -> bool:
         """Was a plain round with as many rows timed, or with more? What fewer rows say of it is a guess."""
-        return any(known >= _like(rows) and 1 in cells and cells[1].seen for known, cells in self._cells.items())
+        return any(known >= like(rows) and 1 in cells and cells[1].seen for known, cells in self._cells.items())
 
     def table(self, rows: int) -> list[Point]:
         """(width, seconds, measurements), by width, for this number of rows or the measured one nearest to it; empty if
         there is no plain round (width 1) to compare with."""
-        rows = _like(rows)
+        rows = like(rows)
         if rows not in self._tables:
             self._tables[rows] = [(width, seconds * self.level, times) for width, seconds, times in self._table(rows)]
         return self._tables[rows]
@@ -210,18 +219,26 @@ class Costs:
         found = by_width(table, widest)
         if not curious:
             return found
+        if self.ragged:  # there are so many that some never come; what lies between others is known well enough
+            known.update(range(1, last))
         return [s if w in known else max(plain, s * self.UNSEEN) for w, s in enumerate(found, 1)]
 
+    def seconds(self, rows: int, widths: Sequence[int], *, curious: bool = False) -> list[float]:
+        """The same of these widths, in order."""
+        found = self.forwards(rows, widths[-1], curious=curious)
+        return [found[width - 1] for width in widths] if found else []
+
     def _supposed(self, rows: int, plain: float) -> float:
-        """Seconds that a wider round takes for each token more a row: as measured before anything was served, else as
+        """Seconds that a round takes more for each step of its width: as measured before anything was served, else as
         when prompts are read, else by its shape: more rows are nearer to where a forward is bound by arithmetic."""
+        tokens = 1 if self.ragged else rows  # more, for a step
         if self._measured is not None:
             if rows not in self._wider:
                 v = self._measured.verify
                 self._wider[rows] = (v(4 * rows) / v(rows) - 1) / 3
-            return plain * self._wider[rows]
-        known = self.token * rows if self._read is not None else plain * (0.02 + 0.003 * rows)
-        return min(known, self.DEAREST * plain)
+            return plain * self._wider[rows] / rows * tokens
+        known = self.token if self._read is not None else plain * (0.02 / rows + 0.003)
+        return min(known * tokens, self.DEAREST * plain * tokens / rows)
 
     def _table(self, rows: int) -> list[Point]:
         own = _seen(self._cells.get(rows, {}))
@@ -236,7 +253,8 @@ class Costs:
         points = [(width, cell.value, len(cell.seen)) for width, cell in sorted(own.items())]
         if len(points) == 1 and wider is not None:
             # Only plain rounds were measured: a wider one costs more as it does with other rows, each adding the same.
-            share, other = rows / wider, _seen(self._cells[wider])
+            other = _seen(self._cells[wider])
+            share = other[1].value / points[0][1] if self.ragged else rows / wider  # a token takes what it takes there
             more = sorted((w, cell.value / other[1].value - 1) for w, cell in other.items() if w > 1)
             points += [(w, points[0][1] * (1 + max(0.0, excess) * share), 1) for w, excess in more]
         # A plain round takes no longer than any wider one. What says otherwise was timed in a bad moment, and must not
@@ -257,67 +275,12 @@ def _seen(cells: dict[int, _Cell]) -> dict[int, _Cell]:
     return {width: cell for width, cell in cells.items() if width == 1 or len(cell.seen) > 1}
 
 
-def _like(rows: int) -> int:
+def _nearly(width: int) -> int:
+    """Ragged widths that are measured as one: there are too many to see each of them often."""
+    step = 1 << max(0, (width - 2).bit_length() - 3)
+    return 1 + round((width - 1) / step) * step
+
+
+def like(rows: int) -> int:
     """Numbers of rows that are measured as one."""
     return rows if rows <= 8 else -(-rows // 4) * 4
-
-
-class DraftSeconds:
-    """What a draft takes: a start that every draft pays (reading what was committed since the last one) and a step for
-    each of its tokens. A line through low values of each length seen lately, for each number of rows. What is old
-    counts until there is something new: to suppose something instead could only be worse."""
-
-    WINDOW = 20
-    FEW = 4  # with fewer measurements the fastest one counts, since any may have been disturbed
-
-    def __init__(self) -> None:
-        self._seen: dict[int, deque[tuple[int, float, int]]] = {}  # by rows: tokens, seconds, when
-        self._lines: dict[int, tuple[float, float]] = {}
-        self._clock = 0
-
-    def add(self, tokens: int, seconds: float, rows: int = 1) -> None:
-        rows = _like(rows)
-        seen = self._seen.setdefault(rows, deque(maxlen=self.WINDOW))
-        while seen and seen[0][2] < self._clock - LIFETIME:
-            seen.popleft()
-        seen.append((tokens, seconds, self._clock))
-        self._lines.pop(rows, None)
-
-    def scale(self, by: float) -> None:
-        """All measurements turn out to be others."""
-        if by != 1.0:
-            for rows, seen in self._seen.items():
-                self._seen[rows] = deque(((n, seconds * by, when) for n, seconds, when in seen), maxlen=self.WINDOW)
-            self._lines.clear()
-
-    def tick(self) -> None:
-        """A round went by."""
-        self._clock += 1
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
-
-    def few(self, rows: int = 1) -> bool:
-        """Is what ``line`` says of little weight?"""
-        found = nearest(self._seen, _like(rows))
-        return found is None or len(self._seen[found]) < self.FEW
-
-    def old(self, rows: int = 1) -> bool:
-        """Is all that ``line`` rests on old? It may have been measured in a bad moment."""
-        found = nearest(self._seen, _like(rows))
-        return found is None or self._seen[found][-1][2] < self._clock - LIFETIME
-
-    def line(self, rows: int = 1) -> tuple[float, float]:
-        """Seconds of the start, and of each token, for the number of rows nearest to this one."""
-        found = nearest(self._seen, _like(rows))
-        if found is None:
-            return 0.0, 0.0
-        if found not in self._lines and len(self._seen[found]) < self.FEW:
-            self._lines[found] = 0.0, min(seconds / tokens for tokens, seconds, _ in self._seen[found])
-        if found not in self._lines:
-            by_length: dict[int, list[float]] = {}
-            for tokens, seconds, _ in self._seen[found]:
-                by_length.setdefault(tokens, []).append(seconds)
-            # A slow moment moves nothing, and a rare length counts for little.
-            self._lines[found] = start_and_step([(n, low(times), len(times)) for n, times in by_length.items()])
-        return self._lines[found]

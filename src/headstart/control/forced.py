@@ -1,14 +1,14 @@
 """How much of what a grammar forces is worth verifying at once.
 
-Knows: that such tokens hold, and that all rows of a round wait for the widest. Does not know: grammars.
+Knows: that such tokens hold, and that all rows of a round wait for each other. Does not know: grammars.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..maths.cost import round_tokens
 from ..types import DraftView, Proposal
+from .choices import Choices
 from .costs import Costs
 
 __all__ = ["cut_forced", "widened"]
@@ -22,8 +22,11 @@ def cut_forced(costs: Costs, views: Sequence[DraftView], proposals: Sequence[Pro
     forced = [len(p) if p is not None and p.forced else 0 for p in proposals]
     if not any(forced):
         return list(proposals)
-    tokens = round_tokens([[1.0] * length for length in forced])
-    most, times = len(tokens) - 1, costs.forwards(len(forced), len(tokens))
+    certain = [[1.0] * length for length in forced]
+    padded = not costs.ragged or not all(p is None or p.is_chain for p in proposals)
+    choices = Choices.by_length(certain, 1.0, ragged=costs.ragged) if padded else Choices.by_guess(certain, 1.0)
+    tokens = choices.tokens
+    most, times = len(tokens) - 1, costs.seconds(len(forced), choices.widths)
     if times:
         change = 0.0 if costs.wide else 2 * costs.switch
         seconds = [times[0], *(each + change for each in times[1:])]
@@ -32,7 +35,8 @@ def cut_forced(costs: Costs, views: Sequence[DraftView], proposals: Sequence[Pro
         lost = [max(0.0, 1 - seconds[0] / each) for each in seconds]
         speeds = [t / each - guard * loss * alone for t, each, loss in zip(tokens, seconds, lost, strict=True)]
         most = speeds.index(max(speeds))
-    return [p.cut(most) if p is not None and p.forced else p for p in proposals]
+    cut = zip(proposals, choices.lengths(most), strict=True)
+    return [p.cut(length) if p is not None and p.forced else p for p, length in cut]
 
 
 def widened(whole: Sequence[Proposal | None], cut: Sequence[Proposal | None]) -> list[Proposal | None]:

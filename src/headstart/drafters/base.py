@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import InvalidParameter
 from ..types import Advice, DraftView, Proposal, Verdict
@@ -37,6 +37,7 @@ __all__ = [
     "DraftContext",
     "Drafter",
     "HeadView",
+    "LeastChances",
     "TargetView",
     "drafter_named",
     "registered_drafters",
@@ -52,6 +53,7 @@ class TargetView(Protocol):
     depth: int  # decoder layers
     device: torch.device  # where token ids go in and hidden states come out
     slab: Slab  # ``lengths[row(view.id)]``: tokens of a sequence it has read, all but the newest once the prompt is in
+    ragged: bool  # verifies each row's own guesses: one fewer of any row saves time
 
     @property
     def hidden_size(self) -> int: ...
@@ -115,6 +117,14 @@ class DeviceDrafter(Protocol):
         """Committed tokens as the draft can read them."""
 
 
+class LeastChances(NamedTuple):
+    """Of a guess's chance to be reached, by the distribution that it was drawn from: what it needs."""
+
+    kept: float  # not to be left out
+    followed: float  # to have another one behind it
+    first: float = 0.0  # not to be left out, for a draft's first one; the likeliest row's stays in any case
+
+
 class HeadView(Protocol):
     """A head on the target's hidden states, for those who ask it about a whole text at once (``lab.agreement``)."""
 
@@ -126,8 +136,8 @@ class HeadView(Protocol):
     def steps(self) -> int:
         """That the last draft took, one whose token was not kept in the end included."""
 
-    def least_chances(self, rows: int) -> tuple[float, float]:
-        """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
+    def least_chances(self, rows: int) -> LeastChances:
+        """What ends its drafts just now, for so many rows."""
 
 
 class Drafter(ABC):

@@ -26,7 +26,7 @@ from ..machine.head import HeadNet, load_head
 from ..machine.kvcache import Slab
 from ..maths.limits import MIN_CHANCE
 from ..types import DraftView, Proposal
-from .base import DraftContext, Drafter, HeadView, TargetView
+from .base import DraftContext, Drafter, HeadView, LeastChances, TargetView
 from .draft_sampler import DraftSampler
 from .head_chains import kernel_chains
 
@@ -117,7 +117,7 @@ class HeadDrafter(Drafter):
             for view, _ in asked.values():
                 self._bring_near(view)
             found = self._trees(asked) if self.branch > 1 else self._chains(asked)
-        return [found.get(view.id) for view in views]
+        return [found.get(view.id) or None for view in views]  # nothing was likely enough: no proposal
 
     @property
     def token_bytes(self) -> int:
@@ -275,7 +275,7 @@ class HeadDrafter(Drafter):
         wide, ops, live = self.target.vocab_size, self.target.vocab_ops, [key in asked for key in keys]
         sampler = DraftSampler(views, self.vocab_size, wide, logits.device, self.net.ids, ops, live)
         budgets = [asked[key][1] if key in asked else 0 for key in keys]
-        min_chance_to_extend, least_next = self.least_chances(len(asked))
+        least = self.least_chances(len(asked))
         reached: Tensor | float = 1.0
         drawn: list[Tensor] = []
         for offset in range(max(budgets)):
@@ -284,25 +284,28 @@ class HeadDrafter(Drafter):
                 logits, y = self._next(ends, drawn[-1].clamp_min(0), y)
                 ends = [end + 1 for end in ends]
             drawn.append(sampler.draw(logits, offset))
-            if min_chance_to_extend or least_next:
+            if any(least):
                 # What ends a chain is the distribution a token is drawn from, never the token.
                 reached = reached * sampler.agreement()
-                for row, chance in enumerate(reached.tolist()):
-                    end = offset if offset and chance < min_chance_to_extend else offset + 1
-                    if chance < max(min_chance_to_extend * (offset > 0), least_next):
-                        budgets[row] = min(budgets[row], end)
+                chances = reached.tolist()
+                most = max(chance for chance, budget in zip(chances, budgets, strict=True) if budget > offset)
+                kept = least.kept if offset else min(least.first, most)
+                for row, chance in enumerate(chances):
+                    if chance < max(kept, least.followed):
+                        budgets[row] = min(budgets[row], offset + (chance >= kept))
                 if max(budgets) <= offset + 1:
                     break
         self._steps = len(drawn)
         drafted = zip(keys, sampler.proposals(drawn, budgets), strict=True)
         return {key: proposal for key, proposal in drafted if key in asked}
 
-    def least_chances(self, rows: int) -> tuple[float, float]:
-        """Of the chance to be reached: what a token needs to be kept, and to have another one behind it."""
+    def least_chances(self, rows: int) -> LeastChances:
+        """See ``HeadView``."""
         if self._min_chances is None:
-            return self.min_chance_to_extend, 0.0
-        kept, followed = self._min_chances()
-        return (kept or self.min_chance_to_extend) / rows, followed / rows
+            return LeastChances(self.min_chance_to_extend, 0.0)
+        kept, followed = (each / rows for each in self._min_chances())
+        first = kept if self.target.ragged else 0.0
+        return LeastChances(kept or self.min_chance_to_extend / rows, followed, first)
 
     def _next(self, ends: Sequence[int], tokens: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The logits [R, W] behind one drafted token more a row, and the y they come from."""

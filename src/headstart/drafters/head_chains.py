@@ -16,6 +16,7 @@ from ..maths.asks import DRAWING, PROCESSING, RULES, TENSORS_ONLY, Served
 from ..maths.limits import AGREEMENT_TEMPERATURE, DRAWN_HEAT
 from ..maths.vocab_ops import Rule
 from ..types import DraftView, Proposal
+from .base import LeastChances
 from .draft_masks import DraftMasks
 
 __all__ = ["SERVED", "kernel_chains"]
@@ -31,12 +32,11 @@ def kernel_chains(
     feed: Sequence[Sequence[int]],
     features: Sequence[Tensor | None],
     budgets: Sequence[int],
-    least: tuple[float, float],
+    least: LeastChances,
 ) -> list[Proposal]:
     """A chain for each view, of at most ``budgets[i]`` tokens.
 
-    starts, feed, features: see ``HeadKernel``. ``least``: of the chance to be reached, what a token needs to be kept,
-    and to have another one behind it.
+    starts, feed, features: see ``HeadKernel``.
     """
     knobs: list[Knobs] = []
     if not all(view.params.greedy for view in views):
@@ -50,8 +50,9 @@ def kernel_chains(
         features,
         budgets,
         temperature=AGREEMENT_TEMPERATURE,
-        min_chance_to_extend=least[0],
-        least_next=least[1],
+        min_chance_to_extend=least.kept,
+        least_next=least.followed,
+        least_first=least.first,
         knobs=knobs,
         q=q,
         masks=masks if any(masks.masked) else None,

@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..maths import noise
 from ..maths.asks import PROCESSING
@@ -31,6 +32,7 @@ from .sequence import Sequence
 
 __all__ = [
     "Batch",
+    "Logits",
     "VerdictInputs",
     "by_rule",
     "decide",
@@ -44,6 +46,8 @@ __all__ = [
     "targets_of",
     "token_logprobs",
 ]
+
+Logits = torch.Tensor | list[torch.Tensor]  # of a round: [R, N+1, V], or of each row [n+1, V] for its own n guesses
 
 
 @dataclass(frozen=True)
@@ -83,21 +87,34 @@ class Batch:
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def ragged(self) -> bool:
+        """Are these chains of different lengths?"""
+        drafted = [len(p) if p is not None else 0 for p in self.proposals]
+        return self.topology.is_chain and min(drafted) < max(drafted)
 
-def judge(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
-    """logits [R, N+1, V] -> one verdict a row; None where the row's numbers are broken (NaN, no mass).
+    @property
+    def lines(self) -> list[list[int]]:
+        """The tokens of each row's nodes, without padding; for chains."""
+        drafts = [p.tokens if p is not None else () for p in self.proposals]
+        return [[s.tokens[-1], *draft] for s, draft in zip(self.sequences, drafts, strict=True)]
+
+
+def judge(logits: Logits, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
+    """One verdict a row; None where the row's numbers are broken (NaN, no mass).
 
     By the quickest decider that serves all that the rows ask for; ``by_rule`` serves everything.
     """
     wanted = [s.asks for s in batch.sequences]
-    chains = batch.topology.is_chain and logits.dtype == torch.float32
-    if chains and logits.device.type == "cpu" and LIKELIEST.takes(wanted):
+    chains = batch.topology.is_chain and logits[0].dtype == torch.float32
+    if chains and logits[0].device.type == "cpu" and LIKELIEST.takes(wanted):
         return follow(logits, batch, vocab_size)
-    if chains and batch.width == 1 and UNTOUCHED.takes(wanted):
+    if chains and torch.is_tensor(logits) and batch.width == 1 and UNTOUCHED.takes(wanted):
         return likeliest(logits, batch, vocab_size)
     if chains and vocab_ops.judged is not None and vocab_ops.judges is not None and vocab_ops.judges.takes(wanted):
         return _judge_chains(logits, batch, vocab_size, vocab_ops)
-    return by_rule(logits, batch, vocab_size, vocab_ops)
+    padded = logits if torch.is_tensor(logits) else pad_sequence(logits, batch_first=True)
+    return by_rule(padded, batch, vocab_size, vocab_ops)
 
 
 def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps = PLAIN) -> list[Verdict | None]:
@@ -119,12 +136,12 @@ def by_rule(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: Voca
     return verdicts
 
 
-def follow(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdict | None]:
+def follow(logits: Logits, batch: Batch, vocab_size: int) -> list[Verdict | None]:
     """Greedy chains on a CPU: what ``decide`` says of them, said without tensors of a few numbers each, whose making
     takes a tenth of a round there."""
     return [
-        _followed(nodes[:, :vocab_size], proposal, sequence.constraint)
-        for nodes, proposal, sequence in zip(logits.numpy(), batch.proposals, batch.sequences, strict=True)
+        _followed(nodes.numpy()[:, :vocab_size], proposal, sequence.constraint)
+        for nodes, proposal, sequence in zip(logits, batch.proposals, batch.sequences, strict=True)
     ]
 
 
@@ -166,7 +183,7 @@ def likeliest(logits: torch.Tensor, batch: Batch, vocab_size: int) -> list[Verdi
     return [Verdict.on(None, (), token) if token >= 0 else None for token in found]
 
 
-def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops: VocabOps) -> list[Verdict | None]:
+def _judge_chains(logits: Logits, batch: Batch, vocab_size: int, vocab_ops: VocabOps) -> list[Verdict | None]:
     """Chains, row by row, each in one call or two: what ``decide`` says of them. Greedy rows with a grammar do without
     most masks."""
     assert vocab_ops.judged is not None
@@ -183,7 +200,7 @@ def _judge_chains(logits: torch.Tensor, batch: Batch, vocab_size: int, vocab_ops
             q=proposal.q if proposal is not None and proposal.draw != "point" else None,
             endings=sequence.held_back,
         )
-        x = logits[row, : len(chain.tokens) + 1, :vocab_size]
+        x = logits[row][: len(chain.tokens) + 1, :vocab_size]
         if sequence.asks & PROCESSING:
             x = vocab_ops.processed(x, chain)
         if sequence.constraint is not None and sequence.params.greedy:

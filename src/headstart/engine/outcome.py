@@ -58,6 +58,7 @@ class Outcome:
     draft_seconds: float
     verify_seconds: float  # the target's forward alone
     catch_up_seconds: float = 0.0  # before it was asked, the drafter read what it lacked; no part of drafting
+    tokens: int = 0  # of the target's forward, where rows differ in width; 0: all are as wide as the widest
 
 
 def emitted(proposal: Proposal | None, verdict: Verdict) -> list[int]:

@@ -21,7 +21,7 @@ from .captured import CapturedRounds
 from .context import RoundContext
 from .device_rows import served
 from .drafting import Drafted, HostDrafts
-from .judge import Batch, judge, logprobs_along
+from .judge import Batch, Logits, judge, logprobs_along
 from .node_masks import LookAhead
 from .outcome import Outcome, Rows, emitted
 from .sequence import Sequence
@@ -127,10 +127,12 @@ class StepByStep(Player):
     def forget(self) -> None:
         self._drafts.forget()
 
-    def _forward(self, batch: Batch, rows: Rows) -> torch.Tensor:
-        """Logits [R, N+1, V] of each row's last committed token and its drafted ones."""
+    def _forward(self, batch: Batch, rows: Rows) -> Logits:
+        """Of each row's last committed token and its drafted ones."""
         runner, lengths = self._context.runner, rows.lengths
         slab_rows = slice(rows.first, rows.first + len(lengths))
+        if runner.ragged and batch.ragged:
+            return runner.forward_ragged(slab_rows, batch.lines, lengths)
         feed, topology = batch.tokens, None if batch.topology.is_chain else batch.topology
         if rows.reading:  # a first round, of one sequence: the rest of its prompt comes along in the same forward
             (sequence,), (length,) = batch.sequences, lengths
@@ -185,9 +187,9 @@ class Clock:
 
 
 def judged(
-    context: RoundContext, logits: torch.Tensor, batch: Batch, seconds: float, draft: float = 0.0, catch_up: float = 0.0
+    context: RoundContext, logits: Logits, batch: Batch, seconds: float, draft: float = 0.0, catch_up: float = 0.0
 ) -> Outcome:
-    """What the target's logits [R, N+1, V] say of the rows; log-probabilities for those that asked for them.
+    """What the target's logits say of the rows; log-probabilities for those that asked for them.
 
     ``seconds`` that the forward took; and those of ``Drafted``.
     """
@@ -199,4 +201,5 @@ def judged(
             nodes = [0, *(node + 1 for node in verdict.path)]
             found = logprobs_along(row, emitted(proposal, verdict), nodes, top, context.vocab_size)
         logprobs.append(found)
-    return Outcome(batch.proposals, verdicts, logprobs, draft, seconds, catch_up)
+    tokens = 0 if torch.is_tensor(logits) else sum(map(len, logits))
+    return Outcome(batch.proposals, verdicts, logprobs, draft, seconds, catch_up, tokens)

@@ -163,6 +163,7 @@ def _records(context: RoundContext, rows: Rows, outcome: Outcome, kept: Seq[int]
             paid=proposal is not None and proposal.paid,
             predicted=proposal is not None and proposal.predicted,
             forced=proposal is not None and proposal.forced,
+            tokens=outcome.tokens,
         )
         if kept[i]:
             sequence.tally.add(record)

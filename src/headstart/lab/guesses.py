@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, LeastChances
 from ..sampling import SamplingParams, Verification
 from ..types import Proposal
 from .agreement import Agreement, Written, reached
@@ -192,19 +192,22 @@ def ends_together(least: Callable[[], float]) -> Ends:
     return lengths
 
 
-def ends_each(least: Callable[[int], tuple[float, float]]) -> Ends:
+def ends_each(least: Callable[[int], LeastChances]) -> Ends:
     """A head's way (``drafters.head``): each row by the chance that its next token is reached at all."""
 
     def lengths(views: Sequence[View], budgets: Sequence[int], known: Sequence[Agreement]) -> tuple[list[int], int]:
-        kept, followed = least(max(1, sum(budget > 0 for budget in budgets)))
+        needed = least(max(1, sum(budget > 0 for budget in budgets)))
+        firsts = (one.at(one.hope, v.start, 0) for v, b, one in zip(views, budgets, known, strict=True) if b and v.left)
+        first = min(needed.first, max(firsts, default=0.0))
         found, steps = [], 0
         for view, budget, one in zip(views, budgets, known, strict=True):
             chance, length = 1.0, budget
             for place in range(min(budget, view.left)):
                 steps = max(steps, place + 1)
                 chance *= one.at(one.hope, view.start, place)
-                if chance < max(kept * (place > 0), followed):
-                    length = place if place and chance < kept else place + 1
+                kept = needed.kept if place else first
+                if chance < max(kept, needed.followed):
+                    length = place + (chance >= kept)
                     break
             found.append(length)
         return found, steps

@@ -149,7 +149,7 @@ class _Batch:
             drafts = self._on_device() if self.costs.lengths is not None else self._on_host()
         elif self.costs.buckets is not None:
             self._launch(0, 0)
-        width = 1 + max((len(draft[0]) for draft in drafts if draft is not None), default=0)
+        width = self.costs.width([len(draft[0]) if draft is not None else 0 for draft in drafts])
         paid = [draft is not None and (draft[0].paid or not self.costs.free) for draft in drafts]
         longest = max((len(d[0]) for d, p in zip(drafts, paid, strict=True) if d is not None and p), default=0)
         rows = len(self.views)
@@ -226,7 +226,8 @@ class _Batch:
             told |= {"round_seconds": seconds, "catch_up_seconds": apart}
             times = next(self.times)
             told = {name: times * each for name, each in told.items()}
-            self.controller.observe([replace(record, width=width, **told) for record in records])  # type: ignore[arg-type]
+            tokens = sum(1 + record.drafted for record in records) if self.costs.ragged else 0
+            self.controller.observe([replace(r, width=width, tokens=tokens, **told) for r in records])  # type: ignore[arg-type]
         out.rounds += 1
         out.row_rounds += len(records)
         out.tokens += sum(record.emitted for record in records)

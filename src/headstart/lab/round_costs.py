@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from math import ceil, floor
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -50,10 +51,12 @@ class RowCosts:
     gap: float = 0.0  # that a captured round takes longer if it is not launched before the last one is read
     scatter: tuple[float, ...] = (1.0,)  # of single rounds, in the order of time: what each took, over what is usual
 
-    def forward(self, width: int) -> float:
+    def forward(self, width: float) -> float:
+        """``width``: tokens a row, in the mean where rows differ."""
         last, seconds, _ = self.forwards[-1]
         if width <= last:
-            return by_width(self.forwards, width)[-1]
+            whole, known = floor(width), by_width(self.forwards, ceil(width))
+            return known[whole - 1] + (known[-1] - known[whole - 1]) * (width - whole)
         more = slope(self.forwards) if len(self.forwards) > 1 else 0.0
         return seconds + max(0.0, more) * (width - last)
 
@@ -67,8 +70,13 @@ class RoundCosts:
     free: bool = False  # guesses cost nothing, but for those that say so (``Proposal.paid``)
     lengths: tuple[int, ...] | None = None  # a draft model in captured rounds: all rows draft together, so many tokens
     buckets: tuple[int, ...] | None = None  # captured rounds: other numbers of rows run as the next larger of these
+    ragged: bool = False  # a forward takes no longer than its tokens (``ModelRunner.ragged``)
 
-    def forward(self, rows: int, width: int) -> float:
+    def width(self, drafted: Sequence[int]) -> float:
+        """Tokens a row that a forward takes as long as, in which rows verify so many guesses."""
+        return 1 + (sum(drafted) / len(drafted) if self.ragged else max(drafted))
+
+    def forward(self, rows: int, width: float) -> float:
         """Seconds of a round less drafting: between measured numbers of rows on a line, beyond them as at the last."""
         return self._between(rows, lambda costs: costs.forward(width))
 
@@ -302,7 +310,7 @@ class _Blocks:
 
     def _count(self, records: Sequence[Round], seconds: float, found: _Block, *, counted: bool) -> None:
         first, longest = records[0], max(record.drafted for record in records)
-        if counted and first.width == found.width:
+        if counted and first.width == found.width and first.tokens in (0, len(records) * first.width):
             found.seconds.append(max(seconds - first.draft_seconds * (longest > 0) - first.catch_up_seconds, TINY))
             if longest:
                 found.drafting.append(first.draft_seconds)
@@ -345,6 +353,7 @@ def _costs(system: System, found: Mapping[int, _Seen], units: Mapping[int, Seque
         free=drafter is not None and drafter.free,
         lengths=captured.lengths if captured is not None and on_device else None,
         buckets=captured.buckets if captured is not None else None,
+        ragged=system.engine.parts.runner.ragged,
     )
 
 

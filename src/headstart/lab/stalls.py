@@ -49,7 +49,7 @@ def _steady(block: Measured, usual: dict[Kind, float]) -> Measured:
 
 
 def _kind(record: Round) -> Kind:
-    return record.rows, record.width, record.paid
+    return record.rows, round(record.tokens / record.rows) if record.tokens else record.width, record.paid
 
 
 def _seconds(record: Round) -> float:

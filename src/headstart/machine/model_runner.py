@@ -42,6 +42,8 @@ class ModelRunner(Protocol):
     packed: Packed | None = None
     #: nodes that a tree may have in one forward, the root included; None: as many as there is room for
     most_nodes: int | None = None
+    #: rows of a forward may differ in width, and it takes no longer than its tokens (``forward_ragged``)
+    ragged: bool = False
 
     @property
     def vocab_ops(self) -> VocabOps:
@@ -74,6 +76,14 @@ class ModelRunner(Protocol):
         self, rows: slice, tokens: Tensor, lengths: Sequence[int], tree: Topology | None, keep: int | None
     ) -> Tensor:
         """The same, of arguments that agree. ``tree``: None for chains."""
+
+    def forward_ragged(self, rows: slice, lines: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Tensor]:
+        """``forward`` for chains, each row with its own number of tokens: for each the logits [n, V] of its n tokens.
+        Here: padded to the widest."""
+        widest = max(map(len, lines))
+        tokens = torch.tensor([[*line, *[0] * (widest - len(line))] for line in lines], device=self.device)
+        found = self.forward(rows, tokens, lengths)
+        return [logits[: len(line)] for logits, line in zip(found, lines, strict=True)]
 
     def read(self, pieces: Pieces, *, logits: bool = True) -> Tensor:
         """Read tokens into several rows in one forward; pieces are (row, tokens), each row once, in any order.

@@ -31,6 +31,7 @@ __all__ = [
     "reach",
     "round_tokens",
     "slope",
+    "slowest_rows",
     "slowest_tokens",
     "start_and_step",
     "tau",
@@ -66,15 +67,26 @@ def round_tokens(rows: Sequence[Sequence[float]]) -> list[float]:
     return list(accumulate(gains, initial=float(len(rows))))
 
 
-def with_draft(forwards: Sequence[float], start: float, step: float) -> list[float]:
-    """Seconds of rounds by their draft length, drafting included: any draft takes ``start``, each token ``step``."""
-    return [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in enumerate(forwards)]
+def with_draft(
+    forwards: Sequence[float], start: float, step: float, lengths: Sequence[int] | None = None
+) -> list[float]:
+    """Seconds of rounds by their draft length, drafting included: any draft takes ``start``, each token ``step``.
+    ``lengths``: others than 0, 1, 2 and so on."""
+    gammas = lengths if lengths is not None else range(len(forwards))
+    return [seconds + (start + gamma * step) * (gamma > 0) for gamma, seconds in zip(gammas, forwards, strict=True)]
+
+
+def slowest_rows(rows: Sequence[Sequence[float]], share: float) -> list[int]:
+    """Those whose first guesses hold least often, this share of all."""
+    return sorted(range(len(rows)), key=lambda row: rows[row][0] if rows[row] else 0.0)[
+        : max(1, round(share * len(rows)))
+    ]
 
 
 def slowest_tokens(rows: Sequence[Sequence[float]], share: float) -> list[float]:
     """Expected tokens of a round for each of those rows whose first guesses hold least often, this share of all; by
     draft length, as ``round_tokens``."""
-    slowest = sorted(rows, key=lambda row: row[0] if row else 0.0)[: max(1, round(share * len(rows)))]
+    slowest = [rows[row] for row in slowest_rows(rows, share)]
     longest = max(map(len, rows), default=0)
     found = [tokens / len(slowest) for tokens in round_tokens(slowest)]
     return found + found[-1:] * (longest + 1 - len(found))

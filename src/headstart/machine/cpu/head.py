@@ -53,7 +53,7 @@ class _CallRecord(Structure):
         *each(c_void_p, "counts starts tokens features y logits"),
         ("most", c_int32),
         ("budgets", c_void_p),
-        *each(c_float, "min_chance_to_extend least_next temperature"),
+        *each(c_float, "min_chance_to_extend least_next least_first temperature"),
         *each(c_void_p, "drafted knobs q follow masked"),
         ("words", c_int32),
     ]
@@ -160,13 +160,15 @@ class HeadKernel:
         temperature: float,
         min_chance_to_extend: float = 0.0,
         least_next: float = 0.0,
+        least_first: float = 0.0,
         knobs: Sequence[Knobs] = (),
         q: Tensor | None = None,
         masks: Masks | None = None,
     ) -> list[list[int]]:
         """Read as ``read`` does, and draft at most ``budgets[r]`` tokens a row: none but the first that is reached
         with less than ``min_chance_to_extend``, and none behind one that is reached with less than ``least_next``, by
-        the probabilities at ``temperature``.
+        the probabilities at ``temperature``. ``least_first``: what a row's first token needs, unless it is the
+        likeliest of all rows' first ones.
 
         ``knobs``: how each row draws its tokens; without, all take the likeliest. ``q`` [R, most, V], float32 and
         contiguous: to be filled with what they were drawn from, for rows that follow the token or the block rule.
@@ -189,6 +191,7 @@ class HeadKernel:
             budgets=ctypes.addressof(wanted),
             min_chance_to_extend=min_chance_to_extend,
             least_next=least_next,
+            least_first=least_first,
             temperature=temperature,
             drafted=ctypes.addressof(drafted),
             knobs=ctypes.addressof(settings) if knobs else None,

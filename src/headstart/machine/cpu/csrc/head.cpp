@@ -215,6 +215,16 @@ struct Steps {
         if (reached[row] < c.least_next && c.budgets[row] > offset + 1) c.budgets[row] = offset + 1;
     }
 
+    // Leave out first tokens that are reached with too little chance, but for the likeliest: it says whether drafts hold.
+    void drop_first() const {
+        float most = 0.0f;
+        for (int r = 0; r < c.rows; r++)
+            if (c.budgets[r] > 0 && reached[r] > most) most = reached[r];
+        const float least = c.least_first < most ? c.least_first : most;
+        for (int r = 0; r < c.rows; r++)
+            if (reached[r] < least) c.budgets[r] = 0;
+    }
+
     void run(int thread) const {
         Share* turn = share;
         const int* of = nullptr;
@@ -234,6 +244,7 @@ struct Steps {
                     now[r]++;
                     wanted = c.budgets[r] > wanted ? c.budgets[r] : wanted;
                 }
+                if (!offset) drop_first();
                 *stop = wanted <= offset + 1;
                 for (size_t i = 0; i < shares; i++) share[i].reset();
             }

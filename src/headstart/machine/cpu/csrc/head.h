@@ -35,6 +35,7 @@ struct HeadCall {
     int32_t* budgets;           // [rows] wanted; in the end, what each row has
     float min_chance_to_extend;           // a token that is reached with less than this chance is left out
     float least_next;           // behind a token that is reached with less, nothing more is drafted
+    float least_first;          // a row's first token that is reached with less is left out, but for the likeliest one
     float temperature;
     int64_t* drafted;           // [rows, most]; -1 where a row's numbers broke down
     const Knobs* knobs;         // [rows] how a row draws its tokens; null: all rows take the likeliest
