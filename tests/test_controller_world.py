@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from statistics import mean, median
 
 import pytest
@@ -71,6 +72,22 @@ def test_near_the_best_fixed_draft_length(name: str, rows: int, ratio: float) ->
         assert median(each.speed(0, 256 * rows) for each in found) >= 0.97 * plain, alpha
         if best > 1.3 * plain:
             assert median(each.speed(0, 64 * rows) for each in found) > 1.1 * plain, "and it gets there soon"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_first_plain_round_in_a_bad_moment_makes_no_draft_look_fast(name: str) -> None:
+    """It is what all others are compared with, and while drafts seem to pay, plain rounds are not timed again."""
+    machine = MACHINES[name](1 / 3)
+    plain, late = plain_speed(machine, 32), replace(machine, outliers=1.0, noise=0.0)
+    for alpha in (0.3, 0.6):
+        for seed in range(3):
+            controller, world = AdaptiveController(10), World(machine, 32, same(alpha), seed)
+            lengths = range(11) if machine.ahead else None
+            controller.meet(free=False, ends_itself=False, cost=1 / 6, lengths=lengths, ragged=machine.ragged)
+            world.machine = late
+            world.play(controller, 1)  # the prompts and the first round
+            world.machine = machine
+            assert world.play(controller, 256).speed(16 * 32) >= 0.97 * plain, (alpha, seed)
 
 
 @pytest.mark.parametrize("rows", [8, 32])

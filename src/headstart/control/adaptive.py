@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
 from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, with_draft
 from ..types import DraftView, Proposal, Round
@@ -40,7 +41,7 @@ class AdaptiveController:
     WORTH_IT = 1.02  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
     TOO_LARGE = 0.8  # a draft that reads this share of the target's bytes for a token cannot pay
     USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
-    SURELY, MEASURED = 2.0, 1.0  # times what it takes to begin must be won in what is left to write; with a forecast
+    SURELY, SURELY_RAGGED, MEASURED = 2.0, 4.5, 1.0  # times what it takes to begin must be won yet; with a forecast
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
@@ -87,11 +88,13 @@ class AdaptiveController:
         self._again = 0.0  # the share of them that it did not read because it was not asked
         self._held = False  # did a guess ever hold?
         self._asked: set[str] = set()  # sequences for which this round's paid drafts were asked
+        self._price = inf  # plain rounds that there must be to lose, for a draft to be made
         self._kept: dict[
             int, float
         ] = {}  # by rows: guesses a row that a drafter which ends its drafts itself kept lately
         self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
         self._drafted = False  # did the last round draft?
+        self._checking = False  # is it a plain round between drafted ones, to see what it takes?
         self._rest, self._rest_of_free = Rest(), Rest()  # from deciding on drafts that cost time, and on free guesses
         self._why = _PLAIN
         self._figures: Figures | str | None = None
@@ -120,7 +123,7 @@ class AdaptiveController:
             return [0] * len(limits)
         found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
         if not any(found) and self._figures is not None and self._lengths is None:
-            self._rest.begin(self._probes.rest, names)
+            self._rest.begin(self._probes.rest(self._price), names)
         self._asked = {name for name, budget in zip(names, found, strict=True) if budget}
         return found
 
@@ -209,7 +212,7 @@ class AdaptiveController:
                 self._behind[r.sequence] = 0  # what was asked reads along, also where nothing was likely enough
             elif r.sequence in self._behind:
                 self._behind[r.sequence] += r.emitted
-        self._drafted = drafted
+        self._drafted = drafted or self._checking
         if self._why == _PAYS and drafted:
             self._say(None)  # not by a probe: whoever reads the reason learns from it that drafting is held back
         self._why = _PLAIN
@@ -278,7 +281,8 @@ class AdaptiveController:
         choices, rows = self._choices(chances, fixed, paid=step > 0), len(chances)
         tokens = choices.tokens
         forwards = self._costs.seconds(rows, choices.widths, curious=self._drafted)
-        if not forwards or len(tokens) == 1 or not self._costs.timed(rows):
+        self._checking = self._drafted and self._costs.doubtful(rows)
+        if not forwards or len(tokens) == 1 or not self._costs.timed(rows) or self._checking:
             return [0] * rows  # a plain round first: it costs nothing and is what every other width is compared with
         times = with_draft(forwards, start, step, choices.longest)
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
@@ -296,10 +300,12 @@ class AdaptiveController:
         once = reading + self._beginning
         left = sum(self._left(view) for view in views)
         # Where rows differ in width, a probe of one row costs little: more is known before all of them catch up.
-        surely = self.MEASURED if self._forecast is not None else self.SURELY * (1 + self._ragged)
+        surely = self.SURELY_RAGGED if self._ragged else self.SURELY
+        surely = self.MEASURED if self._forecast is not None else surely
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
         wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
-        if wins and self._probes.room > max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE):
+        self._price = max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE) if wins else inf
+        if self._probes.room > self._price:
             self._why = _PAYS
             found = choices.lengths(best)
             return found if self._held or not step else [min(1, n) for n in found]  # the first that cost time are short
@@ -308,12 +314,12 @@ class AdaptiveController:
         return self._probe(views, chances, start, step, left / rows, guarded=guarded)
 
     def _choices(self, chances: Sequence[Sequence[float]], fixed: Sequence[bool] | None, *, paid: bool) -> Choices:
-        if not self._ragged or fixed is None or (paid and not self.ends_itself):
+        kept = self._kept.get(len(chances)) if self.ends_itself else None
+        if not self._ragged or fixed is None or (paid and kept is None):
             # A draft model's step is paid for all rows together: what one row's longer draft saves is little beside it.
             return Choices.by_length(chances, self.SLOWEST, ragged=self._ragged)
         found = Choices.by_guess(chances, self.SLOWEST, fixed)
-        kept = self._kept.get(len(chances)) if paid else None
-        return found if kept is None else found.shortened(round(kept * len(chances)))
+        return found.shortened(round(kept * len(chances))) if paid and kept is not None else found
 
     def _hopeless(self, chances: Sequence[Sequence[float]]) -> bool:
         """Would guesses like these not pay even if all of them held? Too few rows have any, or wide rounds are dear."""
@@ -352,6 +358,8 @@ class AdaptiveController:
         cost, worth = (times[1] + once) / times[0] - 1, self._worth(times, left)
         # The first one also where it is little of what lies ahead, and a good draft would win much more there.
         ahead = left if not self._probes.tried and self._missing and worth * times[0] > 3 * once else 0.0
+        if worth > cost:
+            self._price = min(self._price, cost)
         if worth <= cost or not self._probes.due(cost, ahead, self._enough):
             return [0] * rows
         self._why = max(self._why, _PROBE)

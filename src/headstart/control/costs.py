@@ -197,6 +197,13 @@ class Costs:
         """Was a plain round with as many rows timed, or with more? What fewer rows say of it is a guess."""
         return any(known >= like(rows) and 1 in cells and cells[1].seen for known, cells in self._cells.items())
 
+    def doubtful(self, rows: int) -> bool:
+        """Was a plain round timed once only, and took no less than wider ones do? If it was slow, all drafts look fast,
+        and while they are made it is not timed again."""
+        cells = self._cells.get(like(rows), {})
+        wider = [cell.value for width, cell in cells.items() if width > 1 and len(cell.seen) > 1]
+        return bool(wider) and 1 in cells and len(cells[1].seen) == 1 and cells[1].value >= min(wider)
+
     def table(self, rows: int) -> list[Point]:
         """(width, seconds, measurements), by width, for this number of rows or the measured one nearest to it; empty if
         there is no plain round (width 1) to compare with."""

@@ -17,7 +17,7 @@ class Probes:
     SHARE, LATER, EARLY = 0.008, 0.018, 256.0  # the share of the first EARLY ones, and of those after them
     WON = 2.0  # rounds of what drafts gained are kept for when they lose
     FIRST = 0.022  # of the rounds that lie ahead may go into finding out, at the start
-    LOOK = 3  # rounds at most between two looks at whether to draft: deciding takes time, too
+    LOOK, LONGEST = 3, 12  # rounds between two looks at whether to draft: deciding takes time, too
     SOON, SELDOM = 4, 64  # rounds from one probe to the next: twice as many after each that failed
     FADE = 0.995  # of what guesses said, with each round: texts change
     DOUBT = 2.0  # guesses that may have held beside those that were seen
@@ -57,14 +57,13 @@ class Probes:
         early = min(self._rounds, self.EARLY)
         return self.ALLOWANCE + self.SHARE * early + self.LATER * (self._rounds - early) - self._lost
 
-    @property
-    def rest(self) -> int:
-        """Plain rounds after the next one in which there is nothing to decide: no probe is due, or what cannot be
-        afforded now will not be either. Never before the first probe was due: a drafter that has to catch up costs
-        more with every round."""
+    def rest(self, price: float) -> int:
+        """Plain rounds after the next one in which there is nothing to decide: no probe is due, or it cannot be
+        afforded. ``price``: what must be there to lose. Never before the first probe was due: a drafter that has to
+        catch up costs more with every round."""
         if self._idle >= self._every:
-            return self.LOOK
-        return min(self.LOOK, self._every - self._idle - 1) if self.tried else 0
+            return int(min(max((price - self.room) / self.LATER, self.LOOK), self.LONGEST))
+        return min(self._every - self._idle - 1, self.LONGEST) if self.tried else 0
 
     def due(self, cost: float, ahead: float, enough: float) -> bool:
         """Is it time to try a draft that is not expected to pay, and can its cost be afforded? The very first one also
@@ -78,16 +77,21 @@ class Probes:
 
 
 class Rest:
-    """Rounds in which nothing is decided, while the same sequences run: deciding takes time, too."""
+    """Rounds in which nothing is decided, while the same sequences run: deciding takes time, too. Where many rests
+    follow each other, they get longer."""
+
+    MANY = 24
 
     def __init__(self) -> None:
-        self._rounds, self._whose = 0, tuple[str, ...]()
+        self._rounds, self._whose, self._before = 0, tuple[str, ...](), 0
 
-    def begin(self, rounds: int, whose: Sequence[str]) -> None:
-        self._rounds, self._whose = rounds, tuple(whose)
+    def begin(self, most: int, whose: Sequence[str]) -> None:
+        self._before = self._before + 1 if tuple(whose) == self._whose else 0
+        self._rounds = min(Probes.LONGEST if self._before >= self.MANY else Probes.LOOK, most)
+        self._whose = tuple(whose)
 
     def end(self) -> None:
-        self._rounds = 0
+        self._rounds = self._before = 0
 
     def lasts(self, whose: Sequence[str]) -> bool:
         """One of its rounds, if there is one left."""
