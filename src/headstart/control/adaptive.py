@@ -300,8 +300,7 @@ class AdaptiveController:
         once = reading + self._beginning
         left = sum(self._left(view) for view in views)
         # Where rows differ in width, a probe of one row costs little: more is known before all of them catch up.
-        surely = self.SURELY_RAGGED if self._ragged else self.SURELY
-        surely = self.MEASURED if self._forecast is not None else surely
+        surely = self.MEASURED if self._forecast is not None else self.SURELY_RAGGED if self._ragged else self.SURELY
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
         wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
         self._price = max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE) if wins else inf
