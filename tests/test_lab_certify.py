@@ -264,6 +264,7 @@ def test_a_tie_at_a_cut_is_a_tie(cut: dict[str, Any]) -> None:
     assert gap(1, 0.0, winner=1) == 0.0
     assert gap(2, 0.0, winner=2) == np.inf, "it is cut off"
     assert gap(2, 0.01, winner=2) == 0.0, "by less than rounding"
+    assert gap(2, 0.004, winner=2) == np.inf, "by more than that"
     assert gap(0, 0.0, winner=1) > 0.0
     assert gap(0, 0.01, winner=1) == 0.0, "the winner may have been cut off"
     assert gap(1, 0.01, winner=0) > 0.0, "far from any cut there is no excuse"
