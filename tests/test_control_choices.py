@@ -98,3 +98,13 @@ def test_before_a_wide_round_was_seen_a_token_costs_the_same_either_way() -> Non
         for each in (costs, padded):
             each.read(512, 3.0)  # very slow, the first time: nothing is believed beyond a limit
         assert costs.seconds(rows, [1 + rows]) == pytest.approx(padded.forwards(rows, 2)[1:])
+
+
+def test_a_token_more_costs_something_however_rounds_scatter() -> None:
+    """Two more tokens than in a plain round are hard to time; that wider rounds take longer says that they do, too."""
+    costs = Costs(ragged=True)
+    for drafted, seconds in ((0, 0.0502), (1, 0.0501), (2, 0.0499), (8, 0.066), (9, 0.068)):
+        seen(costs, 8, drafted, seconds)
+    plain, one, two = costs.seconds(8, [1, 2, 3])
+    assert one - plain >= 0.0005
+    assert two - plain >= 0.001

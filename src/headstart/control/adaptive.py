@@ -41,7 +41,7 @@ class AdaptiveController:
     WORTH_IT = 1.02  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
     TOO_LARGE = 0.8  # a draft that reads this share of the target's bytes for a token cannot pay
     USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
-    SURELY, SURELY_RAGGED, MEASURED = 2.0, 4.5, 1.0  # times what it takes to begin must be won yet; with a forecast
+    SURELY, SURELY_RAGGED, MEASURED = 2.0, 4.0, 1.0  # times what it takes to begin must be won yet; with a forecast
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
@@ -174,9 +174,9 @@ class AdaptiveController:
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:
             return
-        first = rounds[0]
-        drafted = any(r.drafted and not r.forced for r in rounds)  # what is forced says nothing about other guesses
-        paid = [r for r in rounds if r.drafted and self._paid(r)]
+        first, drafts = rounds[0], [r for r in rounds if r.drafted]
+        drafted = any(not r.forced for r in drafts)  # what is forced says nothing about other guesses
+        paid = [r for r in drafts if self._paid(r)]
         if first.prefill:  # a forward that also carried prompt tokens says little about a round's cost
             self._costs.read(sum(r.prefill + r.width for r in rounds), first.verify_seconds or first.round_seconds)
         else:
@@ -197,9 +197,9 @@ class AdaptiveController:
             kept = sum(r.drafted for r in paid) / max(1, len(self._asked))
             self._kept[first.rows] = kept + 0.9 * (self._kept.get(first.rows, kept) - kept)
         probe = drafted and self._why != _PAYS
-        kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in rounds if not r.forced]
+        kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in drafts if not r.forced]
         self._acceptance.learn(kinds, probe=probe)
-        self._held |= any(r.accepted and not r.forced for r in rounds)
+        self._held |= any(r.accepted and not r.forced for r in drafts)
         if not drafted:
             self._probes.plain()
         elif not first.prefill:

@@ -85,6 +85,7 @@ class Costs:
     MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
+    AT_LEAST = 0.5  # of what a token more is thought to cost, that each width costs more
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
     def __init__(self, measured: CostModel | None = None, *, ragged: bool = False) -> None:
@@ -268,13 +269,15 @@ class Costs:
         # make useless drafts look fast: while they are made, plain rounds are not timed again. Between wider ones there
         # may be holes (kernels for five tokens that beat those for four).
         lowest = min(seconds for _, seconds, _ in points)
-        if all(times >= self.TRUSTED for _, _, times in points[1:]):
-            return [(1, lowest, points[0][2]), *points[1:]]
         step = self._supposed(rows, lowest * self.level) / self.level
-        start = lowest * (1.15 if self._measured is None else 1.05)
-        return [(1, lowest, points[0][2])] + [
-            (w, s if times >= self.TRUSTED else min(s, start + 2 * step * (w - 1)), times) for w, s, times in points[1:]
-        ]
+        least, most, start = 0.0, 2 * step, lowest * (1.15 if self._measured is None else 1.05)
+        if self.ragged:  # a token more is little beside what rounds scatter by: what all of them say of it counts, too
+            least = self.AT_LEAST * (max(0.0, slope(points)) if len(points) > 2 else step)
+        found = [(1, lowest, points[0][2])]
+        for width, seconds, times in points[1:]:
+            believed = seconds if times >= self.TRUSTED else min(seconds, start + most * (width - 1))
+            found.append((width, max(believed, lowest + least * (width - 1)), times))
+        return found
 
 
 def _seen(cells: dict[int, _Cell]) -> dict[int, _Cell]:

@@ -94,6 +94,8 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
                 device=context.runner.device,
                 sound_q=context.drafter.sound_q,
             )
+        if found == nothing == expected:
+            return Drafted(nothing, perf_counter() - level + before - started, level - before)
         found = [held(sequence, guess) for sequence, guess in zip(sequences, found, strict=True)]
         found = [_longer(mine, guess) for mine, guess in zip(expected, found, strict=True)]
         found = context.controller.trim(sequences, found)
@@ -105,6 +107,8 @@ def _draft(context: RoundContext, sequences: list[Sequence]) -> Drafted:
 
 def _expected(context: RoundContext, sequences: list[Sequence], limits: list[int]) -> list[Proposal | None]:
     """Guesses that need no drafter: what grammars leave no choice about, and predictions."""
+    if not any(s.constraint is not None or s.prediction for s in sequences):
+        return [None] * len(sequences)
     found: list[Proposal | None] = []
     for sequence, limit, guess in zip(sequences, limits, _predicted(context, sequences), strict=True):
         forced = sequence.constraint.forced(min(limit, context.max_gamma)) if sequence.constraint is not None else ()
