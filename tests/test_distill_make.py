@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from headstart import LLM, InvalidParameter, SamplingParams
 from headstart.cli.main import app
+from headstart.distill import make
 from headstart.distill.card import draw_curve
 from headstart.distill.data import DataSettings, make_data
 from headstart.distill.make import DistillSettings, distill
@@ -174,8 +175,10 @@ def test_the_curve(tmp_path: Path) -> None:
     assert not draw_curve(marks[:1], tmp_path / "none.png")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real tokenizer and its chat template, from the first word to a draft that opens by its folder's name."""
+    whole = make.prove  # over texts of 64 tokens; here they are short
+    monkeypatch.setattr(make, "prove", lambda *given, **more: whole(*given, **more | {"tokens": 16}))
     tokenizer = smollm()
     folder, prompts = tmp_path / "target", tmp_path / "prompts.txt"
     tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(folder)
