@@ -357,17 +357,20 @@ template <int W> using PackedBlock = Block<W>;  // for a few tokens: the same he
 // Products of bytes and nothing else, as fast as the processor goes; how many there were. ``seen``: so that none is left out.
 HS_INLINE int64_t most_products(int64_t rounds, int32_t* seen) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    constexpr int SUMS = 16;
-    __m512i s[SUMS];
-    for (int i = 0; i < SUMS; i++) s[i] = _mm512_set1_epi32(i);
+    constexpr int SUMS = 12;  // in registers by name: GCC kept them in memory, or copied each twice
     const __m512i w = _mm512_set1_epi8((char)(1 + *seen % 2)), x = _mm512_set1_epi8((char)(2 + *seen % 3));
+    __m512i a = w, b = w, c = w, d = w, e = w, f = w, g = w, h = w, i = w, j = w, k = w, l = w;
+#define HS_STEP(n) "vpdpbusd %13, %12, %" #n "\n\t"
 #pragma GCC unroll 1
     for (int64_t n = 0; n < rounds; n++)
-#pragma GCC unroll 16
-        for (int i = 0; i < SUMS; i++)  // said plainly: GCC copied every sum twice
-            __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(s[i]) : "v"(w), "v"(x));
-    for (int i = 1; i < SUMS; i++) s[0] = _mm512_xor_si512(s[0], s[i]);
-    *seen = sum((vi)s[0]);
+        __asm__ volatile(HS_STEP(0) HS_STEP(1) HS_STEP(2) HS_STEP(3) HS_STEP(4) HS_STEP(5) HS_STEP(6) HS_STEP(7) HS_STEP(8)
+                             HS_STEP(9) HS_STEP(10) HS_STEP(11)
+                         : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), "+v"(j),
+                           "+v"(k), "+v"(l)
+                         : "v"(w), "v"(x));
+#undef HS_STEP
+    a = _mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_xor_si512(k, l));
+    *seen = sum((vi)a);
     return rounds * SUMS * 64;
 #elif defined(__AVX2__)
     constexpr int SUMS = 8;  // a sum of two products each; of twelve, GCC kept two in memory and waited for them
