@@ -28,6 +28,15 @@ struct Pairs {
     HS_INLINE const four_numbers& operator[](int i) const { return first[apart * i]; }
 };
 
+// How a group's factor 2^n is kept, twice, as 16 bits each: with AVX-512 as n, because a shift takes no unit that multiplies.
+HS_INLINE int32_t kept_factor(int n) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return n | n << 16;
+#else
+    return 1 << n | 1 << n << 16;
+#endif
+}
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
@@ -49,7 +58,7 @@ template <int KIND, int W, typename Numbers = Block<W>> struct ScaledBlock {
     }
     static HS_INLINE __m512i factor_of(const four_numbers* factors) { return in_all_lanes(factors); }
     static HS_INLINE vi scaled(vi before, vi found, Scale scale, __m512i factor) {
-        return (vi)_mm512_dpwssd_epi32((__m512i)before, (__m512i)found, _mm512_mullo_epi16(scale, factor));
+        return (vi)_mm512_dpwssd_epi32((__m512i)before, (__m512i)found, _mm512_sllv_epi16(scale, factor));
     }
     // whole[i * apart + t] += tile i's products with token t. ``halves`` and ``factors``: see ``Inputs``.
     template <int N>

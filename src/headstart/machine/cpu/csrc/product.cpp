@@ -30,7 +30,7 @@ void round_block(const Inputs& to, int token, int block, const float* x) {
         const vf by = splat(inverse * (float)(1 << finer));
         const Sums sums = to_bytes(load(x) * by, load(x + LANES) * by, to.numbers + at * GROUP);
         keep_sums(to, at, base * (float)factor, sums);
-        to.factors[at] = factor | factor << 16;
+        to.factors[at] = kept_factor(3 - finer);
         to.pairs[2 * ((size_t)(4 * block + g / 2) * to.rows + token) + g % 2] = (int16_t)((sums.sum[0] + sums.sum[1]) * factor);
     }
 }

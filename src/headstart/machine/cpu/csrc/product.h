@@ -20,7 +20,7 @@ struct Inputs {
     int32_t* offsets;  // the same: -128 * sum of the group's numbers, for INT8's + 128
     int32_t* halves;   // [width / 32, rows, 2] -32 * sum of 16 numbers, for Q6_K's + 32; with AVX2 two sums of 16 bits,
                        // of the first and of the last two of each four
-    int32_t* factors;  // [width / 32, rows] by 256: a group's scale is so many of the block's; twice, as 16 bits each
+    int32_t* factors;  // [width / 32, rows] by 256: a group's scale is so many of the block's, see ``kept_factor``
     float* bases;      // [width / 256, rows] the block's
     int16_t* pairs;    // [width / 64, rows, 2] sum of a group's numbers times its factor, for minima
     float* exact;      // [rows, width], or null

@@ -36,10 +36,11 @@ template <int KIND, int W> struct BlockEnd {
 
 constexpr size_t part_bytes(int kind) { return block_bytes(kind) / 8; }  // of a block, for each of its groups
 
-// Ask for a part of the weights that come later, for group g: an equal part of all TILES tiles.
-template <int KIND, int W, int TILES> HS_INLINE void ask_ahead(const uint8_t* ahead, size_t stride, int g) {
+// Ask for a part of the weights that come later, for group g: an equal part of tiles FROM .. TO - 1 of TILES.
+template <int KIND, int W, int TILES, int FROM = 0, int TO = TILES>
+HS_INLINE void ask_ahead(const uint8_t* ahead, size_t stride, int g) {
     constexpr size_t ASKED = part_bytes(KIND) * W / TILES;
-    for (int i = 0; i < TILES; i++)
+    for (int i = FROM; i < TO; i++)
         for (size_t line = 0; line < ASKED; line += 64) __builtin_prefetch(ahead + stride * i + ASKED * g + line);
 }
 
@@ -50,8 +51,8 @@ HS_INLINE void add_group(const ScaledBlock<KIND, W, Numbers>& group, const Input
 }
 
 // Block b of W tiles times N tokens, whose sums are in registers meanwhile: added to out[i * apart + t]. ``ahead``: where
-// weights are asked for, or null.
-template <int KIND, int W, int TILES, int N>
+// weights of tiles FROM .. TO - 1 are asked for.
+template <int KIND, int W, int TILES, int N, int FROM = 0, int TO = TILES>
 __attribute__((noinline)) void add_few(const uint8_t* const* block, const uint8_t* ahead, size_t stride, const Inputs& in,
                                        int b, int apart, vf* out) {
     vi whole[W * N];
@@ -59,7 +60,7 @@ __attribute__((noinline)) void add_few(const uint8_t* const* block, const uint8_
 #pragma GCC unroll 1
     for (int g = 0; g < 8; g++) {
         ScaledBlock<KIND, W, PackedBlock<W>> group;
-        if (ahead) ask_ahead<KIND, W, TILES>(ahead, stride, g);
+        ask_ahead<KIND, W, TILES, FROM, TO>(ahead, stride, g);
         for (int i = 0; i < W; i++) group.from(i, block[i], g);
         const size_t at = (size_t)(8 * b + g) * in.rows;
         if constexpr (Block<W>::AT_ONCE >= N) {
@@ -120,7 +121,7 @@ template <int KIND, int W, int TILES, int N>
 __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens,
                                            vf* out) {
     constexpr size_t BLOCK = block_bytes(KIND);
-    constexpr int FIRST = (N + 1) / 2;
+    constexpr int FIRST = (N + 1) / 2, HALF = (TILES + 1) / 2;
     for (int i = 0; i < TILES * tokens; i++) out[i] = splat(0.0f);
     for (int b = 0; b < blocks; b++)
         for (int first = 0; first < TILES; first += W) {
@@ -129,9 +130,9 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
             const size_t next = BLOCK * b + BLOCK * first / TILES + AHEAD;
             const uint8_t* ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
             vf* to = out + first * tokens;
-            if constexpr (N > 4) {  // in two turns
-                add_few<KIND, W, TILES, FIRST>(block, ahead, stride, in, b, N, to);
-                add_few<KIND, W, TILES, N - FIRST>(block, nullptr, stride, in.from(FIRST), b, N, to + FIRST);
+            if constexpr (N > 4) {  // in two turns, each of which asks for a half, so that memory never rests
+                add_few<KIND, W, TILES, FIRST, 0, HALF>(block, ahead, stride, in, b, N, to);
+                add_few<KIND, W, TILES, N - FIRST, HALF, TILES>(block, ahead, stride, in.from(FIRST), b, N, to + FIRST);
             } else if constexpr (N > 0) {
                 add_few<KIND, W, TILES, N>(block, ahead, stride, in, b, N, to);
             } else {
