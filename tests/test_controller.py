@@ -388,3 +388,29 @@ def test_with_more_rows_than_were_timed_plain_rounds_come_first() -> None:
         controller.observe([replace(plain, sequence=view.id) for view in both])
     assert all(controller.budgets(both, [4, 4]))
     assert controller.beliefs().forwards[0] == pytest.approx(1.5)
+
+
+def test_free_guesses_that_never_pay_are_not_asked_for_every_round() -> None:
+    """Asking takes the host's time in every round; the first that holds ends that."""
+    controller = AdaptiveController(8, free=True)
+    views = [View(name) for name in "abcdefgh"]
+    plain = [Round(view.id, 0, 0, 1, 8, 1, 0, 0.0, 0.010, 0.010) for view in views]
+    dear = [
+        replace(plain[0], drafted=4, width=5, outcomes=(False,), verify_seconds=0.05, round_seconds=0.05),
+        *plain[1:],
+    ]
+    guesses = [Proposal.chain([1, 2, 3, 4], strength=1), *[None] * 7]
+    for _ in range(6):
+        controller.observe(plain)
+        controller.observe(dear)
+    asked = 0
+    for _ in range(200):
+        if any(controller.budgets(views, [8] * 8)):
+            asked += 1
+            kept = controller.trim(views, guesses)
+            controller.observe(dear if any(kept) else plain)
+        else:
+            controller.observe(plain)
+    assert 25 < asked < 100
+    controller.observe([replace(dear[0], accepted=4, emitted=5, outcomes=(True,) * 4), *plain[1:]])
+    assert all(any(controller.budgets(views, [8] * 8)) for _ in range(8))

@@ -45,6 +45,7 @@ class AdaptiveController:
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
+    SELDOM = 8  # times that a few free guesses were not worth verifying: then they are not asked for every round
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False, drawn: bool = False) -> None:
@@ -89,11 +90,10 @@ class AdaptiveController:
         self._held = False  # did a guess ever hold?
         self._asked: set[str] = set()  # sequences for which this round's paid drafts were asked
         self._price = inf  # plain rounds that there must be to lose, for a draft to be made
-        self._kept: dict[
-            int, float
-        ] = {}  # by rows: guesses a row that a drafter which ends its drafts itself kept lately
+        self._kept: dict[int, float] = {}  # by rows: guesses a row kept lately by a drafter that ends its drafts itself
         self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
         self._drafted = False  # did the last round draft?
+        self._declined = 0  # times in a row that few rows had free guesses, which were not worth verifying
         self._checking = False  # is it a plain round between drafted ones, to see what it takes?
         self._rest, self._rest_of_free = Rest(), Rest()  # from deciding on drafts that cost time, and on free guesses
         self._why = _PLAIN
@@ -118,8 +118,7 @@ class AdaptiveController:
                 f"reads for a token, and from {self.TOO_LARGE:.0%} on there is nothing to win"
             )
             return [0] * len(limits)
-        names = [view.id for view in views]
-        if self._rest.lasts(names):
+        if self._rest.lasts(names := [view.id for view in views]):
             return [0] * len(limits)
         found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
         if not any(found) and self._figures is not None and self._lengths is None:
@@ -156,19 +155,19 @@ class AdaptiveController:
         chains = all(p is None or p.is_chain for p in proposals)
         if not any(loose):
             return proposals if self._ragged and chains else widened(whole, proposals)
-        chances = [
-            self._acceptance.chances_of(view.id, p, paid=self._paid(p)) if p is not None else []
-            for view, p in zip(views, proposals, strict=True)
-        ]
+        of = self._acceptance.chances_of
+        each = zip(views, proposals, strict=True)
+        chances = [of(view.id, p, paid=self._paid(p)) if p is not None else [] for view, p in each]
         self._missing = 0
         shortest = 1 if chains else 2  # of a tree two, which may be siblings
         fixed = [not cut for cut in loose] if chains else None
         lengths = [max(n, shortest) if n else 0 for n in self._choose(views, chances, 0.0, 0.0, fixed)]
         paid = any(p is not None and self._paid(p) for p in proposals)
-        if not any(lengths) and self._lengths is None and not paid and self._hopeless(chances):
-            self._rest_of_free.begin(self._probes.LOOK, [view.id for view in views])
-        pairs = zip(proposals, loose, lengths, strict=True)
-        found = [p.cut(length) if p is not None and cut else p for p, cut, length in pairs]
+        if not any(lengths) and self._lengths is None and not paid:
+            self._declined += 2 * sum(map(bool, chances)) <= len(chances)  # many good ones would pay at once
+            if self._declined >= self.SELDOM or self._hopeless(chances):
+                self._rest_of_free.begin(2 * self._probes.LOOK, [view.id for view in views])
+        found = [p.cut(n) if p is not None and cut else p for p, cut, n in zip(proposals, loose, lengths, strict=True)]
         return found if self._ragged and chains else widened(whole, found)
 
     def observe(self, rounds: Sequence[Round]) -> None:
@@ -199,7 +198,8 @@ class AdaptiveController:
         probe = drafted and self._why != _PAYS
         kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in drafts if not r.forced]
         self._acceptance.learn(kinds, probe=probe)
-        self._held |= any(r.accepted and not r.forced for r in drafts)
+        if any(r.accepted and not r.forced for r in drafts):
+            self._held, self._declined = True, 0
         if not drafted:
             self._probes.plain()
         elif not first.prefill:
