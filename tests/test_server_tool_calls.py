@@ -117,9 +117,11 @@ def test_a_stream_has_no_chunks_that_say_nothing(server: Any) -> None:
         first, *choices = [choice for chunk in chunks for choice in chunk["choices"]]
         assert first["delta"]["role"] == "assistant"
         assert [choice for choice in choices if not choice["delta"] and choice["finish_reason"] is None] == []
-        _, text = server.post(CHAT, ASK | {"tools": TOOLS, "stream": True, "origins": True} | more)
+        asked = {"tools": TOOLS, "stream": True, "origins": True, "stream_options": {"include_usage": True}}
+        _, text = server.post(CHAT, ASK | asked | more)
         told = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line]
-        assert len(told) > len(chunks)  # where each token came from is said of all
+        origins = [origin for chunk in told for choice in chunk["choices"] for origin in choice.get("origins", ())]
+        assert len(origins) == told[-1]["usage"]["completion_tokens"]  # where each token came from is said of all
 
 
 def test_its_arguments_are_held_to_its_schema(server: Any) -> None:
