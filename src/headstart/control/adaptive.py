@@ -187,8 +187,8 @@ class AdaptiveController:
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
-        for rest in (self._rest, self._rest_of_free) if drafted else ():
-            rest.end()
+        if drafted:  # each by its own kind of guesses: copies that hold say nothing about a head that does not pay
+            (self._rest if paid else self._rest_of_free).end()
         if paid:
             level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
             longest, catch_up = max(r.drafted for r in paid), first.catch_up_seconds
