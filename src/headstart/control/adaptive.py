@@ -212,7 +212,7 @@ class AdaptiveController:
                 self._behind[r.sequence] = 0  # what was asked reads along, also where nothing was likely enough
             elif r.sequence in self._behind:
                 self._behind[r.sequence] += r.emitted
-        self._drafted = drafted or self._checking
+        self._drafted, self._checking = drafted or self._checking, False
         if self._why == _PAYS and drafted:
             self._say(None)  # not by a probe: whoever reads the reason learns from it that drafting is held back
         self._why = _PLAIN
