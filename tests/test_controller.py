@@ -334,7 +334,7 @@ def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
     controller.forget("a")
     assert "a" not in controller._acceptance._own
     assert not controller._behind
-    assert not controller._emitted
+    assert not controller._answers._emitted
 
 
 def test_a_slow_moment_of_plain_rounds_does_not_keep_useless_drafts() -> None:
@@ -414,3 +414,14 @@ def test_free_guesses_that_never_pay_are_not_asked_for_every_round() -> None:
     assert 25 < asked < 100
     controller.observe([replace(dear[0], accepted=4, emitted=5, outcomes=(True,) * 4), *plain[1:]])
     assert all(any(controller.budgets(views, [8] * 8)) for _ in range(8))
+
+
+def test_a_drafter_that_is_asked_and_has_nothing_is_charged_for_its_time() -> None:
+    """Its time is no part of a plain round, and it is not asked for ever."""
+    controller, view, asked = AdaptiveController(8), View("a"), 0
+    for _ in range(200):
+        slow = 0.004 * any(controller.budgets([view], [8]))
+        asked += bool(slow)
+        controller.observe([Round("a", 0, 0, 1, 1, 1, 0, slow, 0.001, 0.001 + slow)])
+    assert asked < 12
+    assert controller.beliefs().forwards[0] == pytest.approx(0.001)

@@ -67,7 +67,7 @@ def test_who_waits_for_the_end_is_told_once_and_may_leave_all_of_it_unread(engin
     told: list[str] = []
 
     async def main() -> list[list[int]]:
-        readers = [inbox.submit(asked(f"r{i}", i), buffer=1) for i in range(3)]
+        readers = [inbox.submit(asked(f"r{i}", i), buffer=6) for i in range(3)]
         loop = asyncio.get_running_loop()
         tell = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *a, **k: told.append("once") or tell(*a, **k)  # type: ignore[assignment, method-assign, func-returns-value]

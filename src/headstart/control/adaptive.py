@@ -14,12 +14,13 @@ from math import inf
 from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
+from .answers import Answers
 from .choices import Choices
 from .costs import Beliefs, Costs
 from .draft_costs import DraftCosts
 from .forced import cut_forced, widened
 from .probes import Probes, Rest
-from .why import Figures
+from .why import Figures, too_large
 
 __all__ = ["AdaptiveController"]
 
@@ -40,7 +41,6 @@ class AdaptiveController:
 
     WORTH_IT = 1.02  # a draft must promise this much over plain decoding: what it rests on is measured, and errs
     TOO_LARGE = 0.8  # a draft that reads this share of the target's bytes for a token cannot pay
-    USUAL_LENGTH = 256.0  # tokens of an answer, before any was seen
     SURELY, SURELY_RAGGED, MEASURED = 2.0, 4.0, 1.0  # times what it takes to begin must be won yet; with a forecast
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
@@ -83,8 +83,7 @@ class AdaptiveController:
         self._rows = 1
         self._waiting = 0  # requests
         self._behind: dict[str, int] = {}  # tokens that the drafter has not read; unknown ones: all of the text
-        self._emitted: dict[str, int] = {}  # of running sequences
-        self._length = self.USUAL_LENGTH
+        self._answers = Answers()
         self._missing = 0  # tokens that the drafter has to read if the next round drafts
         self._again = 0.0  # the share of them that it did not read because it was not asked
         self._held = False  # did a guess ever hold?
@@ -113,10 +112,7 @@ class AdaptiveController:
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
         if self._cost_ratio is not None and self._cost_ratio >= self.TOO_LARGE:
-            self._say(
-                f"drafting does not pay: the draft model reads {self._cost_ratio:.0%} of the bytes that the target "
-                f"reads for a token, and from {self.TOO_LARGE:.0%} on there is nothing to win"
-            )
+            self._say(too_large(self._cost_ratio, self.TOO_LARGE))
             return [0] * len(limits)
         if self._rest.lasts(names := [view.id for view in views]):
             return [0] * len(limits)
@@ -183,7 +179,9 @@ class AdaptiveController:
             # call themselves free take the host a moment, which a plain round on a device does not wait for.
             # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
             seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
-            self._costs.add(first.rows, self._costs.width(first), seconds - first.draft_seconds * bool(paid))
+            self._costs.add(
+                first.rows, self._costs.width(first), seconds - first.draft_seconds * bool(paid or self._asked)
+            )
             self._pace.append((sum(r.emitted for r in rounds), seconds))
             self._rows = first.rows
         self._drafting.tick()
@@ -200,14 +198,16 @@ class AdaptiveController:
         self._acceptance.learn(kinds, probe=probe)
         if any(r.accepted and not r.forced for r in drafts):
             self._held, self._declined = True, 0
-        if not drafted:
+        if not drafted and self._asked and self._lengths is None and first.draft_seconds and not first.prefill:
+            self._in_vain(first)
+        elif not drafted:
             self._probes.plain()
         elif not first.prefill:
             cost, guesses = self._cost(first, paid, probe), [held[0] for _, _, held in kinds if held]
             given = sum(r.emitted for r in rounds) / len(rounds)
             self._probes.drafted(cost, given, guesses, probe=probe, enough=self._enough)
         for r in rounds:
-            self._emitted[r.sequence] = self._emitted.get(r.sequence, 0) + r.emitted
+            self._answers.add(r.sequence, r.emitted)
             if (r.drafted and self._paid(r)) or (paid and r.sequence in self._asked):
                 self._behind[r.sequence] = 0  # what was asked reads along, also where nothing was likely enough
             elif r.sequence in self._behind:
@@ -241,14 +241,18 @@ class AdaptiveController:
     def forget(self, sequence_id: str) -> None:
         self._acceptance.forget(sequence_id)
         self._behind.pop(sequence_id, None)
-        emitted = self._emitted.pop(sequence_id, 0)
-        if emitted:
-            self._length += 0.1 * (emitted - self._length)
+        self._answers.end(sequence_id)
 
     def reason(self) -> str | None:
         return str(self._figures) if self._figures is not None else None
 
     # -- learning
+
+    def _in_vain(self, first: Round) -> None:
+        """Drafts were asked for that cost time, and there is none: lost as by guesses that fail."""
+        table, failed = self._costs.table(first.rows), [False] * len(self._asked)
+        cost = 1 + first.draft_seconds / table[0][1] if table else 1.0
+        self._probes.drafted(cost, 1.0, failed, probe=True, enough=self._enough)
 
     def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
         """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock."""
@@ -298,7 +302,7 @@ class AdaptiveController:
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
         reading = self._drafting.reading(rows, self._missing, start, step)
         once = reading + self._beginning
-        left = sum(self._left(view) for view in views)
+        left = sum(self._answers.left(view) for view in views)
         # Where rows differ in width, a probe of one row costs little: more is known before all of them catch up.
         surely = self.MEASURED if self._forecast is not None else self.SURELY_RAGGED if self._ragged else self.SURELY
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
@@ -376,13 +380,6 @@ class AdaptiveController:
         tokens = round_tokens([reach(self._hoped, len(times) - 1)])
         speedup = max(each / time for each, time in zip(tokens, times, strict=True)) * times[0]
         return (1 - 1 / speedup) * left
-
-    def _left(self, view: DraftView) -> float:
-        """Tokens that a sequence is expected to emit yet."""
-        written = len(view.tokens) - view.prompt_length
-        expected = max(self._length - written, (self._length + written) / 4)
-        most = view.params.max_tokens
-        return expected if most is None else min(expected, most - written)
 
     def _say(self, figures: Figures | str | None) -> None:
         before, self._figures = self._figures, figures

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..maths.cost import break_even
 
-__all__ = ["Figures"]
+__all__ = ["Figures", "too_large"]
 
 
 class Figures(NamedTuple):
@@ -30,3 +30,11 @@ class Figures(NamedTuple):
             f"drafting {means}: about {self.alpha:.0%} of first guesses hold, {must}: a plain "
             f"round takes {plain}, one that verifies a drafted token {wider}, and {draft} to draft it"
         )
+
+
+def too_large(share: float, most: float) -> str:
+    """``share`` of the target's bytes that a draft model reads for a token, of which ``most`` could pay."""
+    return (
+        f"drafting does not pay: the draft model reads {share:.0%} of the bytes that the target "
+        f"reads for a token, and from {most:.0%} on there is nothing to win"
+    )
