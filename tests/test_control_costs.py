@@ -155,3 +155,29 @@ def test_a_plain_round_that_is_not_counted_is_no_measurement() -> None:
     assert all(seconds > 0 for seconds in costs.forwards(8, 5, curious=True))
     costs.add(8, 1, 0.013)
     assert costs.forwards(8, 5, curious=True)[0] == pytest.approx(0.013)
+
+
+def test_most_rounds_disturbed_are_not_what_a_round_takes() -> None:
+    """The first three of a width came in a bad moment. While they rule drafts out nothing measures that width again."""
+    costs = Costs()
+    costs.add(1, 1, 0.038)
+    for seconds in (0.144, 0.084, 0.156, 0.041):
+        costs.add(1, 2, seconds)
+    assert costs.table(1)[1][1] == pytest.approx(0.041)
+    costs = Costs()
+    costs.add(1, 1, 0.038)
+    for seconds in (0.050, 0.048, 0.049, 0.041):
+        costs.add(1, 2, seconds)
+    assert costs.table(1)[1][1] == pytest.approx(0.048), "but noise goes both ways"
+
+
+def test_ragged_widths_that_were_seen_seldom_cost_what_all_say() -> None:
+    """Of many noisy widths the one that looks cheapest is chosen, so it takes longer than it looks."""
+    chance, costs = random.Random(5), Costs(ragged=True)
+    for _ in range(12):
+        costs.add(8, 1, 5.0)
+    for width in [2, 3, 4, 5, 6, 7, 8, 9, 11, 13] * 3:
+        costs.add(8, width, 5.0 + 0.3 * (width - 1))
+    for _ in range(3):
+        costs.add(8, 21, 5.1 + 0.1 * chance.random())  # three that seem to cost nothing
+    assert costs.forwards(8, 21)[20] > 5.0 + 0.2 * 20

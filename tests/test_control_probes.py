@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.control.probes import Probes
+from headstart.control.probes import Account, Probes
 
 
 def rounds_until_due(probes: Probes, *, enough: float, cost: float = 0.1) -> int:
+    probes.enough = enough
     for waited in range(1000):
-        if probes.due(cost, 0.0, enough):
+        if probes.due(cost, 0.0):
             return waited
-        probes.plain()
+        probes.add((), probe=True)
     raise AssertionError("never")
 
 
 def failed(rows: int, times: int) -> Probes:
-    probes = Probes()
+    probes = Probes(Account())
+    probes.enough = 0.04
     for _ in range(times):
-        probes.plain()
-        probes.drafted(1.0, 1.0, [False] * rows, probe=True, enough=0.04)
+        probes.add((), probe=True)
+        probes.add([False] * rows, probe=True)
     return probes
 
 
@@ -36,6 +38,30 @@ def test_what_must_hold_decides_what_failures_mean(enough: float, soon: bool) ->
 @pytest.mark.parametrize(("hits", "soon"), [(1, False), (8, True)])
 def test_a_guess_that_holds_among_many_is_no_reason_to_come_back(hits: int, soon: bool) -> None:
     probes = failed(rows=32, times=3)
-    probes.plain()
-    probes.drafted(1.0, 1.0, [True] * hits + [False] * (32 - hits), probe=True, enough=0.04)
+    probes.add((), probe=True)
+    probes.add([True] * hits + [False] * (32 - hits), probe=True)
     assert (rounds_until_due(probes, enough=0.04) <= 4) is soon
+
+
+def test_what_asking_took_is_paid_out_of_what_guesses_win() -> None:
+    """Copies that win a little now and then must not pay for probes of a head, where looking for them took more."""
+    looked, other = Account(), Account()
+    for account in (looked, other):
+        for _ in range(20):
+            account.plain()
+        if account is looked:
+            for _ in range(20):
+                account.asked(0.05)
+        account.drafted(1.1, 1.5)
+    assert other.room - looked.room == pytest.approx(0.4)
+    looked.drafted(1.0, 2.0)
+    other.drafted(1.0, 2.0)
+    assert other.room - looked.room == pytest.approx(1.0), "but what drafts win is theirs once that is paid"
+
+
+def test_what_asking_took_alone_forbids_nothing() -> None:
+    account = Account()
+    before = account.room
+    for _ in range(100):
+        account.asked(0.1)
+    assert account.room == before

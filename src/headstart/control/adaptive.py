@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from ..maths.cost import Forecast, best_length, break_even, reach, round_tokens, slope, with_draft
+from ..maths.cost import Forecast, best_length, break_even, rounds_won, slope, with_draft
 from ..types import DraftView, Proposal, Round
 from .acceptance import PAID, Acceptance
 from .answers import Answers
+from .asking import Asking
 from .choices import Choices
 from .costs import Beliefs, Costs
 from .draft_costs import DraftCosts
 from .forced import cut_forced, widened
-from .probes import Probes, Rest
+from .probes import Account, Probes, Rest
 from .why import Figures, too_large
 
 __all__ = ["AdaptiveController"]
@@ -45,7 +46,6 @@ class AdaptiveController:
     HOPED = 0.85  # acceptance at which a draft that was never tried must pay well, to be tried
     DOUBT = 0.15  # by which acceptance may be better than what was measured before anything was served
     SLOWEST, GUARD = 0.25, 2.0  # of the rows: what they lose counts so many times, while no request waits
-    SELDOM = 8  # times that a few free guesses were not worth verifying: then they are not asked for every round
     NEAR = 8  # tokens that a drafter reads along with its first step: no catching up
 
     def __init__(self, max_gamma: int, *, free: bool = False, ends_itself: bool = False, drawn: bool = False) -> None:
@@ -78,7 +78,8 @@ class AdaptiveController:
         self._drafting = DraftCosts(self._costs, known, self._cost_ratio)
         self._acceptance = Acceptance(alpha)
         self._hoped = self.HOPED if alpha is None else min(self.HOPED, alpha + self.DOUBT)
-        self._probes = Probes()
+        self._account = Account()
+        self._probes = {paid: Probes(self._account) for paid in (True, False)}  # of guesses that cost time, and others
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
         self._rows = 1
         self._waiting = 0  # requests
@@ -90,27 +91,30 @@ class AdaptiveController:
         self._asked: set[str] = set()  # sequences for which this round's paid drafts were asked
         self._price = inf  # plain rounds that there must be to lose, for a draft to be made
         self._kept: dict[int, float] = {}  # by rows: guesses a row kept lately by a drafter that ends its drafts itself
-        self._enough = 0.0  # the share of first guesses that must hold, for a draft of one token to pay
         self._drafted = False  # did the last round draft?
-        self._declined = 0  # times in a row that few rows had free guesses, which were not worth verifying
         self._checking = False  # is it a plain round between drafted ones, to see what it takes?
-        self._rest, self._rest_of_free = Rest(), Rest()  # from deciding on drafts that cost time, and on free guesses
-        self._why = _PLAIN
+        self._rest = Rest()  # from deciding on drafts that cost time
+        self._asking, self._looked = Asking(), False  # for free guesses; were they asked for in this round?
+        self._beside = False  # are there drafts that cost time beside free guesses?
+        self._why, self._pays = _PLAIN, set[bool]()  # the latter: kinds of guesses, paid or not
         self._figures: Figures | str | None = None
 
     def line(self, waiting: int) -> None:
         self._waiting = waiting
 
     def budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
-        self._why = _PLAIN  # a round begins
-        self._asked = set()
+        self._why, self._pays = _PLAIN, set()  # a round begins
+        self._asked, self._looked = set(), False
         if not self.free:
             return self.paid_budgets(views, limits)
-        if self._rest_of_free.lasts([view.id for view in views]):
+        names = [view.id for view in views]
+        if self._asking.rests(names) and (not self._beside or self._rest.lasts(names)):
             return [0] * len(limits)
+        self._looked = True
         return [min(limit, self.max_gamma) for limit in limits]  # decided in trim, when the guesses are known
 
     def paid_budgets(self, views: Sequence[DraftView], limits: Sequence[int]) -> list[int]:
+        self._beside = True
         if self._cost_ratio is not None and self._cost_ratio >= self.TOO_LARGE:
             self._say(too_large(self._cost_ratio, self.TOO_LARGE))
             return [0] * len(limits)
@@ -118,7 +122,7 @@ class AdaptiveController:
             return [0] * len(limits)
         found = self._settled(views, [min(limit, self.max_gamma) for limit in limits])
         if not any(found) and self._figures is not None and self._lengths is None:
-            self._rest.begin(self._probes.rest(self._price), names)
+            self._rest.begin(self._probes[True].rest(self._price), names)
         self._asked = {name for name, budget in zip(names, found, strict=True) if budget}
         return found
 
@@ -131,7 +135,7 @@ class AdaptiveController:
         new = sum(len(view.tokens) for view in views if view.id not in self._behind)
         self._again = 1 - new / self._missing if self._missing else 0.0
         found = self._choose(views, chances, *line)
-        if self._why == _PAYS and self._held and self.ends_itself and self._drafting:
+        if True in self._pays and self._held and self.ends_itself and self._drafting:
             return list(limits)  # whether to draft is settled here, how far at every token
         if not any(found) and self._missing and self._lengths is None:
             # All together cannot be afforded: the one with the least to read. (On a device all rows draft or none.)
@@ -158,18 +162,13 @@ class AdaptiveController:
         shortest = 1 if chains else 2  # of a tree two, which may be siblings
         fixed = [not cut for cut in loose] if chains else None
         lengths = [max(n, shortest) if n else 0 for n in self._choose(views, chances, 0.0, 0.0, fixed)]
-        paid = any(p is not None and self._paid(p) for p in proposals)
-        if not any(lengths) and self._lengths is None and not paid:
-            self._declined += 2 * sum(map(bool, chances)) <= len(chances)  # many good ones would pay at once
-            if self._declined >= self.SELDOM or self._hopeless(chances):
-                self._rest_of_free.begin(2 * self._probes.LOOK, [view.id for view in views])
         found = [p.cut(n) if p is not None and cut else p for p, cut, n in zip(proposals, loose, lengths, strict=True)]
         return found if self._ragged and chains else widened(whole, found)
 
     def observe(self, rounds: Sequence[Round]) -> None:
         if not rounds:
             return
-        first, drafts = rounds[0], [r for r in rounds if r.drafted]
+        first, drafts, emitted = rounds[0], [r for r in rounds if r.drafted], sum(r.emitted for r in rounds)
         drafted = any(not r.forced for r in drafts)  # what is forced says nothing about other guesses
         paid = [r for r in drafts if self._paid(r)]
         if first.prefill:  # a forward that also carried prompt tokens says little about a round's cost
@@ -179,15 +178,15 @@ class AdaptiveController:
             # call themselves free take the host a moment, which a plain round on a device does not wait for.
             # A round that was launched ahead may be over before anybody waits for it: then the device's clock counts.
             seconds = max(first.round_seconds - first.catch_up_seconds, first.draft_seconds + first.verify_seconds)
-            self._costs.add(
-                first.rows, self._costs.width(first), seconds - first.draft_seconds * bool(paid or self._asked)
-            )
-            self._pace.append((sum(r.emitted for r in rounds), seconds))
+            drafting = first.draft_seconds * (self._ragged or bool(paid or self._asked))
+            self._costs.add(first.rows, self._costs.width(first), seconds - drafting)
+            self._pace.append((emitted, seconds))
             self._rows = first.rows
         self._drafting.tick()
-        if drafted:  # each by its own kind of guesses: copies that hold say nothing about a head that does not pay
-            (self._rest if paid else self._rest_of_free).end()
+        if self._looked and not paid and not self._asked:
+            self._looked_for(rounds, drafted=drafted)
         if paid:
+            self._rest.end(pays=True in self._pays)
             level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
             longest, catch_up = max(r.drafted for r in paid), first.catch_up_seconds
             self._drafting.add(first.rows, longest, first.draft_seconds, catch_up, level=level, missing=self._missing)
@@ -197,15 +196,15 @@ class AdaptiveController:
         kinds = [(r.sequence, PAID if self._paid(r) else r.strength, r.outcomes) for r in drafts if not r.forced]
         self._acceptance.learn(kinds, probe=probe)
         if any(r.accepted and not r.forced for r in drafts):
-            self._held, self._declined = True, 0
+            self._held = True
         if not drafted and self._asked and self._lengths is None and first.draft_seconds and not first.prefill:
             self._in_vain(first)
-        elif not drafted:
-            self._probes.plain()
-        elif not first.prefill:
-            cost, guesses = self._cost(first, paid, probe), [held[0] for _, _, held in kinds if held]
-            given = sum(r.emitted for r in rounds) / len(rounds)
-            self._probes.drafted(cost, given, guesses, probe=probe, enough=self._enough)
+        elif not drafted or not first.prefill:
+            each = emitted / len(rounds)
+            self._account.drafted(self._cost(first, paid, probe), each) if drafted else self._account.plain()
+            for of_paid, probes in self._probes.items():
+                guesses = [held[0] for _, strength, held in kinds if held and (strength == PAID) is of_paid]
+                probes.add(guesses, probe=of_paid not in self._pays)
         for r in rounds:
             self._answers.add(r.sequence, r.emitted)
             if (r.drafted and self._paid(r)) or (paid and r.sequence in self._asked):
@@ -215,7 +214,7 @@ class AdaptiveController:
         self._drafted, self._checking = drafted or self._checking, False
         if self._why == _PAYS and drafted:
             self._say(None)  # not by a probe: whoever reads the reason learns from it that drafting is held back
-        self._why = _PLAIN
+        self._why, self._pays = _PLAIN, set()
 
     def min_chance_to_extend(self) -> float:
         """One more token costs a draft step and a wider forward; in that time the rounds so far made so many tokens.
@@ -248,11 +247,25 @@ class AdaptiveController:
 
     # -- learning
 
+    def _looked_for(self, rounds: Sequence[Round], *, drafted: bool) -> None:
+        """Free guesses were asked for: what that took, and what those brought that were verified."""
+        first = rounds[0]
+        forwards = self._costs.forwards(first.rows, self._costs.width(first))
+        if first.prefill or not forwards:
+            return
+        took, brought = first.draft_seconds / forwards[0], 0.0
+        if drafted:
+            brought = sum(r.emitted for r in rounds) / len(rounds) - forwards[-1] / forwards[0]
+        elif self._ragged:
+            self._account.asked(took)
+        self._asking.add(took, brought, [r.sequence for r in rounds])
+
     def _in_vain(self, first: Round) -> None:
         """Drafts were asked for that cost time, and there is none: lost as by guesses that fail."""
         table, failed = self._costs.table(first.rows), [False] * len(self._asked)
-        cost = 1 + first.draft_seconds / table[0][1] if table else 1.0
-        self._probes.drafted(cost, 1.0, failed, probe=True, enough=self._enough)
+        self._account.drafted(1 + first.draft_seconds / table[0][1] if table else 1.0, 1.0)
+        self._probes[True].add(failed, probe=True)
+        self._probes[False].add((), probe=True)
 
     def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
         """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock."""
@@ -261,7 +274,9 @@ class AdaptiveController:
             return 0.0
         start, step = self._drafting.doubted(first.rows) if paid else (0.0, 0.0)
         seconds = forwards[-1] + start + step * (first.width - 1)
-        if self._probes.tried:
+        if self._ragged and not paid:
+            seconds += first.draft_seconds
+        if self._probes[True].tried:
             seconds += first.catch_up_seconds * (1.0 if probe else self._again)
         return (seconds + self._beginning) / forwards[0]
 
@@ -282,7 +297,8 @@ class AdaptiveController:
         """The draft length of each row with which all together get the most tokens a second, or a probe, or zeros.
 
         ``fixed``: rows that are verified whole, whatever is chosen; None: some are trees, and all will be padded."""
-        choices, rows = self._choices(chances, fixed, paid=step > 0), len(chances)
+        rows, paid = len(chances), start + step > 0
+        choices = self._choices(chances, fixed, paid=paid)
         tokens = choices.tokens
         forwards = self._costs.seconds(rows, choices.widths, curious=self._drafted)
         self._checking = self._drafted and self._costs.doubtful(rows)
@@ -292,13 +308,13 @@ class AdaptiveController:
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
         guarded = rows > 1 and not self._waiting
         if guarded:
-            slowest = self._slowest(views, choices, paid=step > 0)
+            slowest = choices.lagging(self._apart(views, paid=paid))
             loss = [max(0.0, 1 - each * times[0] / time) for each, time in zip(slowest, times, strict=True)]
             speeds = [speed - self.GUARD * lost * speeds[0] for speed, lost in zip(speeds, loss, strict=True)]
         if self._lengths is not None:
             speeds = [speed if gamma in self._lengths else 0.0 for gamma, speed in enumerate(speeds)]
         # A draft that fails as a whole must not lose more than there is: where little is known, drafts are short.
-        room = max(times[1], times[0] * (1 + self._probes.room))
+        room = max(times[1], times[0] * (1 + self._account.room))
         best = best_length([s * (each <= room) for s, each in zip(speeds, times, strict=True)], self.WORTH_IT)
         reading = self._drafting.reading(rows, self._missing, start, step)
         once = reading + self._beginning
@@ -307,11 +323,12 @@ class AdaptiveController:
         surely = self.MEASURED if self._forecast is not None else self.SURELY_RAGGED if self._ragged else self.SURELY
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
         wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
-        self._price = max(0.0, reading * self._again / times[0] - self._probes.ALLOWANCE) if wins else inf
-        if self._probes.room > self._price:
+        self._price = max(0.0, reading * self._again / times[0] - self._account.ALLOWANCE) if wins else inf
+        if self._account.room > self._price:
             self._why = _PAYS
+            self._pays.add(paid)
             found = choices.lengths(best)
-            return found if self._held or not step else [min(1, n) for n in found]  # the first that cost time are short
+            return found if self._held or not paid else [min(1, n) for n in found]  # the first that cost time are short
         alpha = sum(c[0] for c in chances if c) / max(1, sum(bool(c) for c in chances))
         self._say(Figures(alpha, forwards[0], forwards[1], start + step, bool(best)))
         return self._probe(views, chances, start, step, left / rows, guarded=guarded)
@@ -323,13 +340,6 @@ class AdaptiveController:
             return Choices.by_length(chances, self.SLOWEST, ragged=self._ragged)
         found = Choices.by_guess(chances, self.SLOWEST, fixed)
         return found.shortened(round(kept * len(chances))) if paid and kept is not None else found
-
-    def _hopeless(self, chances: Sequence[Sequence[float]]) -> bool:
-        """Would guesses like these not pay even if all of them held? Too few rows have any, or wide rounds are dear."""
-        choices = self._choices([[1.0] * len(each) for each in chances], (), paid=False)
-        forwards = self._costs.seconds(len(chances), choices.widths)
-        least = self.WORTH_IT * choices.tokens[0] / forwards[0] if forwards else 0.0
-        return self._probes.tried and all(t < least * s for t, s in zip(choices.tokens, forwards, strict=False))
 
     @property
     def _beginning(self) -> float:
@@ -348,38 +358,30 @@ class AdaptiveController:
     ) -> list[int]:
         """A token for each row if a draft is to be tried that is not expected to pay, else none. ``left``: tokens of
         each row; ``guarded``: the slowest rows must not lose, so more must hold of each row's first guess."""
-        choices, rows = Choices.by_length(chances, self.SLOWEST, ragged=self._ragged), len(chances)
-        lag = 0.0
-        if guarded and step:
-            slowest = self._slowest(views, choices, paid=True)
+        choices = Choices.by_length(chances, self.SLOWEST, ragged=self._ragged)
+        rows, paid = len(chances), start + step > 0
+        probes, lag = self._probes[paid], 0.0
+        if guarded and paid:
+            slowest = choices.lagging(self._apart(views, paid=True))
             lag = (choices.tokens[1] / rows - slowest[1]) * self.GUARD / (1 + self.GUARD)
-        if step:
+        if paid:
             start, step = self._drafting.doubted(rows)
         times = with_draft(self._costs.seconds(rows, choices.widths, curious=self._drafted), start, step)
         once = self._drafting.reading(rows, self._missing, start, step) + self._beginning
-        self._enough = break_even(times[1] - times[0], 1 / times[0]) + lag
-        cost, worth = (times[1] + once) / times[0] - 1, self._worth(times, left)
+        probes.enough = break_even(times[1] - times[0], 1 / times[0]) + lag
+        cost, worth = (times[1] + once) / times[0] - 1, rounds_won(times, self._hoped, left)
         # The first one also where it is little of what lies ahead, and a good draft would win much more there.
-        ahead = left if not self._probes.tried and self._missing and worth * times[0] > 3 * once else 0.0
+        ahead = left if not probes.tried and self._missing and worth * times[0] > 3 * once else 0.0
         if worth > cost:
             self._price = min(self._price, cost)
-        if worth <= cost or not self._probes.due(cost, ahead, self._enough):
+        if worth <= cost or not probes.due(cost, ahead):
             return [0] * rows
         self._why = max(self._why, _PROBE)
         return choices.lengths(1)
 
-    def _slowest(self, views: Sequence[DraftView], choices: Choices, *, paid: bool) -> list[float]:
-        """Expected tokens of a round for each of the slowest rows, by choice. Own records of guesses that cost time may
-        differ by chance: only what is more than that is believed."""
-        apart = self._acceptance.apart([view.id for view in views]) if paid else 1.0
-        means = (each / len(choices.chances) for each in choices.tokens)
-        return [mean + apart * (slow - mean) for mean, slow in zip(means, choices.slowest, strict=True)]
-
-    def _worth(self, times: Sequence[float], left: float) -> float:
-        """Plain rounds that a good draft would win in so many tokens of each row."""
-        tokens = round_tokens([reach(self._hoped, len(times) - 1)])
-        speedup = max(each / time for each, time in zip(tokens, times, strict=True)) * times[0]
-        return (1 - 1 / speedup) * left
+    def _apart(self, views: Sequence[DraftView], *, paid: bool) -> float:
+        """How far rows really differ: own records of guesses that cost time may do so by chance."""
+        return self._acceptance.apart([view.id for view in views]) if paid else 1.0
 
     def _say(self, figures: Figures | str | None) -> None:
         before, self._figures = self._figures, figures

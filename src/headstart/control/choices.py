@@ -62,6 +62,11 @@ class Choices(NamedTuple):
         taken = Counter(self.rows[: self.widths[choice] - 1])
         return [taken[row] for row in range(len(self.chances))]
 
+    def lagging(self, apart: float) -> list[float]:
+        """Expected tokens of each of the slowest rows, where rows really differ by this share of what they seem to."""
+        means = (each / len(self.chances) for each in self.tokens)
+        return [mean + apart * (slow - mean) for mean, slow in zip(means, self.slowest, strict=True)]
+
     def shortened(self, guesses: int) -> Choices:
         """Those with at most so many guesses, but never only the first."""
         last = max(2, guesses + 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -40,9 +41,10 @@ class Beliefs(NamedTuple):
 
 class _Cell:
     """The last measurements of one kind of round. Other work on the machine only ever slows a round down, so the value
-    is a low one of them, but not the lowest where there are many."""
+    is a low one of them, but not the lowest where there are many: only where that is far below, so that most of them
+    seem to be disturbed."""
 
-    WINDOW = 9
+    WINDOW, FAR = 9, 1.35
 
     def __init__(self) -> None:
         self.seen: deque[float] = deque(maxlen=self.WINDOW)
@@ -51,7 +53,11 @@ class _Cell:
 
     def add(self, seconds: float, clock: int) -> None:
         self.seen.append(seconds)
-        self.value, self.last = low(self.seen), clock
+        self.value, self.last = self._low(), clock
+
+    def _low(self) -> float:
+        found, lowest = low(self.seen), min(self.seen)
+        return lowest if lowest * self.FAR < found else found
 
     def doubt(self) -> None:
         """Little is left of it: of measurements in a bad moment the lowest one is the best."""
@@ -63,7 +69,39 @@ class _Cell:
         """The last so many measurements turn out to be others."""
         old = len(self.seen) - min(last, len(self.seen))
         self.seen = deque([s * by if i >= old else s for i, s in enumerate(self.seen)], maxlen=self.WINDOW)
-        self.value = low(self.seen)
+        self.value = self._low()
+
+
+class _TokenCost:
+    """What a token more takes in rounds whose rows differ in width.
+
+    There are many widths, each is seen seldom, and what is chosen is what looks cheapest of many noisy measurements: so
+    it takes longer than it looks. All widths together say what a token takes.
+    """
+
+    WINDOW, FEW = 32, 9  # rounds: the last ones that count, and too few to tell
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)  # tokens more than in a plain round, seconds
+
+    def add(self, more: int, seconds: float) -> None:
+        self._seen.append((more, seconds))
+
+    def __bool__(self) -> bool:
+        return len(self._seen) >= self.FEW
+
+    def over(self, plain: float) -> float:
+        """Over plain rounds of so many seconds: the middle one, by tokens."""
+        each = sorted(((seconds - plain) / more, more) for more, seconds in self._seen)
+        half = sum(more for more, _ in self._seen) / 2
+        reached = accumulate(more for _, more in each)
+        return max(0.0, next(cost for (cost, _), tokens in zip(each, reached, strict=True) if tokens >= half))
+
+    def scale(self, last: int, by: float) -> None:
+        """The last so many measurements turn out to be others."""
+        old = len(self._seen) - min(last, len(self._seen))
+        found = ((more, s * by if i >= old else s) for i, (more, s) in enumerate(self._seen))
+        self._seen = deque(found, maxlen=self.WINDOW)
 
 
 class Costs:
@@ -85,7 +123,8 @@ class Costs:
     MANY = 32  # tokens of prompts that must be read at once to tell what one more takes
     DEAREST = 0.7  # plain rounds that a token more a row is supposed to take at most: a first reading can be very slow
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
-    AT_LEAST = 0.5  # of what a token more is thought to cost, that each width costs more
+    AT_LEAST = 0.5  # of what a token more is thought to cost, that each width costs more;
+    ALONE = 0.9  # where it was measured a few times only
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
     def __init__(self, measured: CostModel | None = None, *, ragged: bool = False) -> None:
@@ -94,6 +133,7 @@ class Costs:
         self._measured, self.ragged = measured, ragged
         self._wider: dict[int, float] = {}  # by rows: what a token more a row costs by it, in plain rounds
         self._cells: dict[int, dict[int, _Cell]] = {}
+        self._tokens: dict[int, _TokenCost] = {}  # by rows; ragged only
         self._ratios: deque[tuple[float, int]] = deque(maxlen=2 * self.FOLLOWED)  # to what was expected, and the width
         self._switches: deque[float] = deque([0.0], maxlen=7)
         self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
@@ -118,7 +158,7 @@ class Costs:
         cells = self._cells.setdefault(like(rows), {})
         cell = cells.setdefault(width, _Cell())
         if len(cell.seen) >= 3:
-            if changed:
+            if changed and not self.ragged:  # where rows differ in width, nothing is captured or launched ahead
                 # Over a usual round of this width, and less than that counts, too: what only ever adds up would be
                 # noise, and on a noisy machine each guess that comes alone would seem to cost a round.
                 usual = median(cell.seen)
@@ -126,13 +166,15 @@ class Costs:
                 if seconds > cell.value * self.level:
                     cell.last = self._clock
                     return
-            self._follow(seconds / self.level / median(cell.seen), cells, width)
+            self._follow(seconds / self.level / median(cell.seen), like(rows), width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
+        if self.ragged and width > 1:
+            self._tokens.setdefault(like(rows), _TokenCost()).add(width - 1, seconds / self.level)
         for wide, old in cells.items():
             if wide > 1 and old.last < self._clock - LIFETIME:
                 old.doubt()
 
-    def _follow(self, ratio: float, cells: dict[int, _Cell], width: int) -> None:
+    def _follow(self, ratio: float, rows: int, width: int) -> None:
         """Most of the last rounds took longer than they used to, or less long: so does everything now. On a noisy
         machine some always do, and what is not measured meanwhile would drift away: so a small change is looked at for
         longer than a large one."""
@@ -145,9 +187,12 @@ class Costs:
             if ordered[last // 3] > 1 + change or ordered[-1 - last // 3] < 1 / (1 + change):
                 middle = min(max(median(ordered), 1 / self.FURTHEST), self.FURTHEST)
                 self.level *= middle
+                cells = self._cells[rows]
                 for each, times in Counter(w for _, w in recent).items():
                     if each in cells:
                         cells[each].scale(times, 1 / middle)
+                if rows in self._tokens:
+                    self._tokens[rows].scale(sum(w > 1 for _, w in recent), 1 / middle)
                 self._ratios.clear()
                 return
 
@@ -159,6 +204,8 @@ class Costs:
         by, self.level = self.level, 1.0
         for cell in (cell for cells in self._cells.values() for cell in cells.values()):
             cell.scale(len(cell.seen), by)
+        for token in self._tokens.values():
+            token.scale(_TokenCost.WINDOW, by)
         self._switches = deque((seconds * by for seconds in self._switches), maxlen=self._switches.maxlen)
         if self._read is not None:
             self._read = self._read[0], self._read[1] * by
@@ -248,6 +295,15 @@ class Costs:
         known = self.token if self._read is not None else plain * (0.02 / rows + 0.003)
         return min(known * tokens, self.DEAREST * plain * tokens / rows)
 
+    def _token(self, rows: int, plain: float) -> float:
+        """What a token more takes by all ragged rounds of so many rows, or the nearest to it; 0 while not known."""
+        cells = self._cells
+        known = (r for r, token in self._tokens.items() if token and (r == rows or 1 in cells[r]))
+        near = nearest(known, rows)
+        if near is None:
+            return 0.0
+        return self._tokens[near].over(plain if near == rows else cells[near][1].value)
+
     def _table(self, rows: int) -> list[Point]:
         own = _seen(self._cells.get(rows, {}))
         wider: int | None = None
@@ -270,13 +326,17 @@ class Costs:
         # may be holes (kernels for five tokens that beat those for four).
         lowest = min(seconds for _, seconds, _ in points)
         step = self._supposed(rows, lowest * self.level) / self.level
-        least, most, start = 0.0, 2 * step, lowest * (1.15 if self._measured is None else 1.05)
-        if self.ragged:  # a token more is little beside what rounds scatter by: what all of them say of it counts, too
+        most, start = 2 * step, lowest * (1.15 if self._measured is None else 1.05)
+        # A token more is little beside what rounds scatter by: what all of them say of it counts, too.
+        least, token = 0.0, 0.0
+        if self.ragged:
             least = self.AT_LEAST * (max(0.0, slope(points)) if len(points) > 2 else step)
+            token = self._token(rows, lowest) if rows > 1 else 0.0  # the few widths of one row are seen often
         found = [(1, lowest, points[0][2])]
         for width, seconds, times in points[1:]:
             believed = seconds if times >= self.TRUSTED else min(seconds, start + most * (width - 1))
-            found.append((width, max(believed, lowest + least * (width - 1)), times))
+            by_all = max(least, token * (self.ALONE if times < self.TRUSTED else self.AT_LEAST))
+            found.append((width, max(believed, lowest + by_all * (width - 1)), times))
         return found
 
 

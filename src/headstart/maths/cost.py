@@ -30,6 +30,7 @@ __all__ = [
     "conditional",
     "reach",
     "round_tokens",
+    "rounds_won",
     "slope",
     "slowest_rows",
     "slowest_tokens",
@@ -110,6 +111,14 @@ def best_length(speeds: Sequence[float], worth: float = 1.0) -> int:
         if gamma and speed > least:
             best, least = gamma, speed
     return best
+
+
+def rounds_won(times: Sequence[float], alpha: float, left: float) -> float:
+    """Plain rounds that drafts of this acceptance win in so many tokens of each row, at the best length. ``times``: of
+    rounds, by draft length."""
+    tokens = round_tokens([reach(alpha, len(times) - 1)])
+    speedup = max(each / time for each, time in zip(tokens, times, strict=True)) * times[0]
+    return (1 - 1 / speedup) * left
 
 
 def break_even(price: float, speed: float) -> float:

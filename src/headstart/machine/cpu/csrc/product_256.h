@@ -141,14 +141,15 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
         }
 }
 
-// One token waits for memory, which is read faster group by group: all tiles of a group before the next one's.
-template <int KIND, int W, int TILES>
-__attribute__((noinline)) void one_product_256(const uint8_t* data, size_t stride, int blocks, const Inputs& in, vf* out) {
+// N tokens that wait for memory (one, or two where registers hold all sums): memory is read faster group by group, all tiles
+// of a group before the next one's.
+template <int KIND, int W, int TILES, int N>
+__attribute__((noinline)) void abreast_256(const uint8_t* data, size_t stride, int blocks, const Inputs& in, vf* out) {
     constexpr size_t BLOCK = block_bytes(KIND), PART = part_bytes(KIND);
-    for (int i = 0; i < TILES; i++) out[i] = splat(0.0f);
+    for (int i = 0; i < TILES * N; i++) out[i] = splat(0.0f);
     for (int b = 0; b < blocks; b++) {
-        vi whole[TILES];
-        for (int i = 0; i < TILES; i++) whole[i] = splat_int(0);
+        vi whole[TILES * N];
+        for (int i = 0; i < TILES * N; i++) whole[i] = splat_int(0);
 #pragma GCC unroll 1
         for (int g = 0; g < 8; g++) {
             const size_t at = (size_t)(8 * b + g) * in.rows, from = BLOCK * b + PART * g + AHEAD;
@@ -160,13 +161,13 @@ __attribute__((noinline)) void one_product_256(const uint8_t* data, size_t strid
                     for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + stride * (first + i) + line);
                     group.from(i, data + stride * (first + i) + BLOCK * b, g);
                 }
-                add_group<1>(group, in, at, whole + first, 1);
+                add_group<N>(group, in, at, whole + first * N, N);
             }
         }
         for (int i = 0; i < TILES; i++) {
             BlockEnd<KIND, 1> end;
             end.from(0, data + stride * i + BLOCK * b);
-            end.add(in, b, 0, whole + i, 1, out + i, 1);
+            for (int t = 0; t < N; t++) end.add(in, b, t, whole + i * N + t, N, out + i * N + t, N);
         }
     }
 }
@@ -174,7 +175,9 @@ __attribute__((noinline)) void one_product_256(const uint8_t* data, size_t strid
 // What ``product`` is for the other kinds.
 template <int KIND, int W, int TILES>
 HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
-    if (tokens == 1) return one_product_256<KIND, W, TILES>(data, stride, blocks, in, out);
+    if (tokens == 1) return abreast_256<KIND, W, TILES, 1>(data, stride, blocks, in, out);
+    if constexpr (Block<W>::AT_ONCE >= 4)
+        if (tokens == 2) return abreast_256<KIND, W, TILES, 2>(data, stride, blocks, in, out);
     if constexpr (Block<W>::FEW >= 4) {
         if (tokens == 2) return product_256<KIND, W, TILES, 2>(data, stride, blocks, in, 2, out);
         if (tokens == 3) return product_256<KIND, W, TILES, 3>(data, stride, blocks, in, 3, out);
