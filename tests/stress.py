@@ -63,7 +63,7 @@ def opened(backend: str) -> LLM:
     target, draft = tiny_model("llama", **SIZES), tiny_model("llama", seed=0, num_hidden_layers=1, **SIZES)
     guesser: Any = draft if backend in ("float32", "int8", "failing forward") else "lookup"
     if backend == "failing drafter":
-        guesser = FailsLater(200)
+        guesser = FailsLater(50)
     quantization: Any = "int8" if backend == "int8" else None
     return LLM(target, guesser, quantization=quantization, max_rows=3, max_model_len=64, max_waiting=16)
 
