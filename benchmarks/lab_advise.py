@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -113,39 +114,46 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
     noise, found = Noise(setting.small), earlier(given.earlier)
-    for alpha in given.alphas:
-        for kind in given.drafts:
-            if report.late:
-                log(f"no time left for {kind} at {alpha}")
-                continue
-            draft, about = noisy(setting, noise, alpha, texts, kind)
-            log(f"{kind}, alpha {alpha}: {about}")
-            settings = AdviseSettings(
-                rows=tuple(given.batches),
-                gammas=(1, 2, 4),
-                tokens=given.tokens,
-                ignore_eos=True,
-                confirm=1,
-                seconds=given.pair_seconds,
-            )
-            started = time.perf_counter()
-            adviser = Adviser(options, [draft], None, settings, tell=quiet, prompts=lines, plain=plain, only=True)
-            with adviser:
-                adviser.run(settings.seconds)
-                advice = adviser.result()
-            log(f"  {time.perf_counter() - started:.0f} s")
-            new = cells(advice, kind, alpha, about, given.batches)
-            names = {cell["name"] for cell in new}
-            found = [cell for cell in found if cell["name"] not in names] + new
-            report.add("pairs", found)
-            del draft, adviser
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    for kind, alpha in wanted(given):
+        if report.late:
+            log(f"no time left for {kind} at {alpha}")
+            continue
+        draft, about = noisy(setting, noise, alpha, texts, kind)
+        log(f"{kind}, alpha {alpha}: {about}")
+        settings = AdviseSettings(
+            rows=tuple(given.batches),
+            gammas=(1, 2, 4),
+            tokens=given.tokens,
+            ignore_eos=True,
+            confirm=1,
+            seconds=given.pair_seconds,
+        )
+        started = time.perf_counter()
+        adviser = Adviser(options, [draft], None, settings, tell=quiet, prompts=lines, plain=plain, only=True)
+        with adviser:
+            adviser.run(settings.seconds)
+            advice = adviser.result()
+        log(f"  {time.perf_counter() - started:.0f} s")
+        new = cells(advice, kind, alpha, about, given.batches)
+        names = {cell["name"] for cell in new}
+        found = [cell for cell in found if cell["name"] not in names] + new
+        report.add("pairs", found)
+        del draft, adviser
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     within = [cell["within"] for cell in found]
     agree = [cell["bench_agrees"] for cell in found]
     report.add("point_2", {"cells": len(found), "within": sum(within), "advice_agrees": sum(agree)})
     log(f"{sum(within)} of {len(found)} within {WITHIN:.0%}; the advice agrees with what was measured in {sum(agree)}")
+
+
+def wanted(given: Namespace) -> list[tuple[str, float]]:
+    """Kinds of drafts and acceptance rates, in the order in which they are measured."""
+    if given.pairs is None:
+        return [(kind, alpha) for alpha in given.alphas for kind in given.drafts]
+    named = [pair.split(":") for pair in given.pairs]
+    return [(kind, float(alpha)) for kind, alpha in named]
 
 
 def earlier(path: Path | None) -> list[dict[str, Any]]:
@@ -157,6 +165,7 @@ def prompts(setting: Setting, given: Namespace) -> list[tuple[str, list[int]]]:
     if given.ids is None:
         return [("any", line) for turn in range(6) for line in setting.prompts([24] * 16, turn)]
     lines = [line for line in json.loads(Path(given.ids).read_text()) if len(line) <= 160]
+    random.Random(0).shuffle(lines)  # every other one is kept back: tasks that take turns would be told apart by that
     return [("any", line) for line in lines[::2]]
 
 
@@ -231,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--alphas", type=float, nargs="+", default=[0.6, 0.75, 0.9])
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options.add_argument("--drafts", nargs="+", default=["third", "small"], choices=["third", "small"])
+    options.add_argument("--pairs", nargs="+", help="these alone, as third:0.6, the most important first")
     options.add_argument(
         "--parts", nargs="+", default=["advise", "bench"], help="of point 1; bench alone reads the advice"
     )
