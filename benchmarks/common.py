@@ -6,6 +6,7 @@ Knows: how a run is described and stored. Does not know: what is measured.
 from __future__ import annotations
 
 import math
+import os
 import time
 import traceback
 import warnings
@@ -35,6 +36,7 @@ __all__ = [
     "quantile",
     "save",
     "set_draft_length",
+    "share_of_cores",
 ]
 
 HERE = Path(__file__).parent
@@ -48,6 +50,11 @@ def prompts(per_kind: int | None = None) -> dict[str, list[str]]:
     for text in shipped():
         found[text.task].append(text.turns[0])
     return {kind: texts[:per_kind] for kind, texts in found.items()}
+
+
+def share_of_cores(jobs: int) -> dict[str, str]:
+    """The environment of one of ``jobs`` processes that run at a time, so that together they have a thread a core."""
+    return dict(os.environ) | ({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {})
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:

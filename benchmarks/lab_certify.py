@@ -19,6 +19,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from common import share_of_cores
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "src"))
 LAYERS = 4  # of the draft model
@@ -114,7 +116,8 @@ def apart(given: argparse.Namespace, path: Path) -> None:
             command += ["--seconds", str(given.seconds), *(["--weights", given.weights] if given.weights else [])]
             try:
                 left = max(1.0, until - perf_counter())
-                done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+                around = share_of_cores(given.jobs)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=left, env=around)
             except subprocess.TimeoutExpired:
                 return {"case": name, "holds": None, "faults": ["not done in time"]}
             if done.returncode:

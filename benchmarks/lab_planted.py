@@ -24,6 +24,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from common import share_of_cores
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "src"))  # behind a changed copy, where there is one
 RESULTS = ROOT / "benchmarks" / "results"
@@ -297,7 +299,7 @@ def changed(changes: tuple[Change, ...], folder: Path) -> Path:
     return folder
 
 
-def certified(bug: str | None, setup: str, until: float) -> dict[str, Any]:
+def certified(bug: str | None, setup: str, until: float, jobs: int) -> dict[str, Any]:
     """What a certificate says of the package with this bug."""
     begun = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -305,7 +307,8 @@ def certified(bug: str | None, setup: str, until: float) -> dict[str, Any]:
         cache = Path(tempfile.gettempdir()) / "headstart-planted"
         cache.mkdir(mode=0o700, exist_ok=True)
         path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
-        around = os.environ | {"PYTHONPATH": path, "HEADSTART_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+        around = share_of_cores(jobs) | {"PYTHONPATH": path, "HEADSTART_CACHE": str(cache)}
+        around["PYTHONDONTWRITEBYTECODE"] = "1"
         try:
             done = subprocess.run(
                 [sys.executable, __file__, "--one", setup],
@@ -364,7 +367,7 @@ def main() -> None:
     path = given.out / f"certify-planted-{given.device}.json"
     until = perf_counter() + given.limit
     with ThreadPoolExecutor(given.jobs) as pool:
-        for done in as_completed([pool.submit(certified, *pair, until) for pair in wanted]):
+        for done in as_completed([pool.submit(certified, *pair, until, given.jobs) for pair in wanted]):
             found = done.result()
             print(json.dumps(found), flush=True)
             write(path, found)
