@@ -3,98 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from controller_tools import ROUND, View, accepted, play
 
 from headstart.config import DraftConfig
 from headstart.control.acceptance import PAID, Acceptance
 from headstart.control.adaptive import AdaptiveController
 from headstart.control.controller import FixedController, GreedyAndSampled, controller_for
-from headstart.types import Proposal, Round, SamplingParams
-
-
-@dataclass
-class View:
-    id: str = "a"
-    prompt_length: int = 1
-    seed: int = 0
-    prediction: tuple[int, ...] = ()
-    constraint: None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        return [1]
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams()
-
-
-ROUND = Round(
-    sequence="a",
-    drafted=0,
-    accepted=0,
-    emitted=1,
-    rows=1,
-    width=1,
-    prefill=0,
-    draft_seconds=0.0,
-    verify_seconds=1.0,
-    round_seconds=1.0,
-)
-
-
-def accepted(gamma: int, forward: float, drafting: float, sequence: str = "a") -> Round:
-    """A round whose whole draft held."""
-    return replace(
-        ROUND,
-        sequence=sequence,
-        drafted=gamma,
-        accepted=gamma,
-        emitted=gamma + 1,
-        width=gamma + 1,
-        draft_seconds=drafting,
-        verify_seconds=forward,
-        round_seconds=forward + drafting,
-        outcomes=(True,) * gamma,
-    )
-
-
-def play(
-    controller: AdaptiveController, holds: float, cost: dict[int, float], rounds: int, step: float = 0.0
-) -> list[int]:
-    """Play rounds: a share ``holds`` of guesses is right, a forward of width w costs cost[w]. Returns the budgets."""
-    chosen, debt = [], 0.0
-    for _ in range(rounds):
-        (gamma,) = controller.budgets([View()], [10])
-        chosen.append(gamma)
-        outcomes: list[bool] = []
-        while len(outcomes) < gamma:
-            debt += holds
-            outcomes.append(debt >= 1)
-            if not outcomes[-1]:
-                break
-            debt -= 1
-        accepted = sum(outcomes)
-        seconds = cost[gamma + 1]
-        controller.observe(
-            [
-                replace(
-                    ROUND,
-                    drafted=gamma,
-                    accepted=accepted,
-                    emitted=accepted + 1,
-                    width=gamma + 1,
-                    draft_seconds=gamma * step,
-                    verify_seconds=seconds,
-                    round_seconds=seconds + gamma * step,
-                    outcomes=tuple(outcomes),
-                )
-            ]
-        )
-    return chosen
-
+from headstart.types import Proposal, SamplingParams
 
 FLAT = {width: 1.0 + 0.01 * width for width in range(1, 12)}
 STEEP = {width: float(width) for width in range(1, 12)}
@@ -279,45 +197,6 @@ def test_rows_share_one_width() -> None:
     assert all(p is not None for p in kept)
 
 
-@pytest.mark.parametrize(("asking", "seldom"), [(0.06, True), (0.0, False)])
-def test_guesses_that_bring_less_than_asking_takes_are_asked_for_less_often(asking: float, seldom: bool) -> None:
-    """One row of eight has a guess, and a wide round takes six plain ones: looking every round is time lost."""
-    controller = AdaptiveController(10, free=True)
-    views = [View(str(i)) for i in range(8)]
-    asked = 0
-    for _ in range(200):
-        budgets = controller.budgets(views, [8] * 8)
-        asked += any(budgets)
-        guesses = [Proposal.chain([1] * 8, strength=1) if b and not i else None for i, b in enumerate(budgets)]
-        kept = [len(p) if p is not None else 0 for p in controller.trim(views, guesses)]
-        width, took = 1 + max(kept), asking * any(budgets)
-        seconds = {1: 1.0}.get(width, 6.0)
-        record = replace(ROUND, rows=8, width=width, draft_seconds=took, verify_seconds=seconds)
-        record = replace(record, round_seconds=seconds + took)
-        controller.observe(
-            [
-                replace(record, sequence=view.id, drafted=n, outcomes=(False,) * bool(n), strength=1)
-                for view, n in zip(views, kept, strict=True)
-            ]
-        )
-    assert 8 < asked < 40 if seldom else asked == 200
-
-
-def test_free_guesses_are_asked_for_while_costly_ones_rest() -> None:
-    """A head beside lookup: the head does not pay, and is thought about now and then; lookup is asked all the same."""
-    controller = AdaptiveController(10, free=True)
-    rested = 0
-    for _ in range(40):
-        assert any(controller.budgets([View()], [8]))
-        before = controller._rest._rounds
-        assert not any(controller.paid_budgets([View()], [8])) or controller._why
-        rested += before > controller._rest._rounds
-        slow = replace(ROUND, width=2, drafted=1, draft_seconds=5.0, verify_seconds=1.0, round_seconds=6.0)
-        drafts = controller._why != 0
-        controller.observe([replace(slow, paid=True, outcomes=(False,)) if drafts else ROUND])
-    assert rested > 10
-
-
 def test_the_one_that_drafts_alone_is_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two choices of one prompt have as much to read; one of them has all that is forced, and no room for a guess."""
     controller = AdaptiveController(8)
@@ -389,34 +268,3 @@ def test_with_more_rows_than_were_timed_plain_rounds_come_first() -> None:
         controller.observe([replace(plain, sequence=view.id) for view in both])
     assert all(controller.budgets(both, [4, 4]))
     assert controller.beliefs().forwards[0] == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a head"])
-def test_a_text_that_begins_to_repeat_itself_is_noticed(beside: bool) -> None:
-    """Nothing was found for long, so that guesses are seldom asked for; then every guess holds."""
-    controller, view, asked = AdaptiveController(8, free=True), View("a"), []
-    for number in range(400):
-        repeats = number >= 200
-        (budget,) = controller.budgets([view], [8])
-        asked.append(budget > 0)
-        if budget and beside:
-            controller.paid_budgets([view], [0 if repeats else 8])
-        (kept,) = controller.trim([view], [Proposal.chain([1] * 8, strength=16) if budget and repeats else None])
-        n = len(kept) if kept is not None else 0
-        seconds, took = 1.0 + 0.1 * n, 0.05 * bool(budget)
-        record = replace(ROUND, drafted=n, accepted=n, emitted=1 + n, outcomes=(True,) * n, strength=16, width=1 + n)
-        controller.observe([replace(record, draft_seconds=took, verify_seconds=seconds, round_seconds=seconds + took)])
-    assert sum(asked[50:200]) < (60 if beside else 20), "asking takes time"
-    assert sum(asked[200:248]) > 0, "but it is never given up"
-    assert all(asked[256:]), "and while guesses hold, each round asks"
-
-
-def test_a_drafter_that_is_asked_and_has_nothing_is_charged_for_its_time() -> None:
-    """Its time is no part of a plain round, and it is not asked for ever."""
-    controller, view, asked = AdaptiveController(8), View("a"), 0
-    for _ in range(200):
-        slow = 0.004 * any(controller.budgets([view], [8]))
-        asked += bool(slow)
-        controller.observe([Round("a", 0, 0, 1, 1, 1, 0, slow, 0.001, 0.001 + slow)])
-    assert asked < 12
-    assert controller.beliefs().forwards[0] == pytest.approx(0.001)
