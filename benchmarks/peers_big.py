@@ -35,7 +35,7 @@ from cpu import timed
 from cpu_kernels import peak
 from peers import REST, Peer, Run, race, ratio, speeds, turns, wheel_gguf
 from peers_load import loads
-from verify_curve import BEHIND, WIDTHS, curve, largest_fall, medians, our_widths, products, shares
+from verify_curve import BEHIND, WIDTHS, curve, curve_of_medians, largest_fall, medians, our_widths, products, shares
 
 from headstart import LLM, SamplingParams
 from headstart.machine.cpu.library import kernels, pool
@@ -185,7 +185,7 @@ def verify(bench: Bench) -> dict[str, Any]:
             if peer and turn % 3 == 0:  # llama.cpp takes several times as long, and is here for comparison only
                 time.sleep(REST)
                 theirs.append(peer.ask("widths", ids=ids, behind=BEHIND, widths=WIDTHS)["seconds"])
-        v, times = curve(mine[1:]), medians(mine[1:])
+        v, times = curve(mine[1:]), medians([turn.seconds for turn in mine[1:]])
         found[name] = {
             "kernels": llm.report.kernels,
             "one_token_seconds": times[1],
@@ -197,7 +197,7 @@ def verify(bench: Bench) -> dict[str, Any]:
         }
         if peer:
             peer.close()
-            llama = {"one_token_seconds": medians(theirs)[1], "v": curve(theirs), "turns": len(theirs)}
+            llama = {"one_token_seconds": medians(theirs)[1], "v": curve_of_medians(theirs), "turns": len(theirs)}
             found[name]["llama.cpp"] = llama
         part = found[name]["share_of_the_peak"] or dict.fromkeys(WIDTHS, 0.0)
         log(f"verify {name}: " + ", ".join(f"v({n}) {v[n]:.3f} ({part[n]:.0%} of the peak)" for n in (2, 4, 8, 16)))

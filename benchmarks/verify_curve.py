@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from common import median
@@ -18,16 +19,29 @@ WIDTHS = list(range(1, 17))
 BEHIND = 200  # tokens in the cache while forwards are timed
 
 
-def our_widths(runner: Any) -> list[float]:
-    """Seconds of one forward of each width, in the middle of an answer."""
+class Turn(NamedTuple):
+    """Seconds of one forward of each width, and of forwards of one token just before and after it, their mean."""
+
+    seconds: list[float]
+    ones: list[float]
+
+
+def our_widths(runner: Any) -> Turn:
+    """In the middle of an answer. One token is timed beside every width, because a machine whose memory others use is
+    faster one moment than the next."""
     ids = (torch.arange(BEHIND + WIDTHS[-1]) % 1000 + 100)[None]
     runner.forward(slice(0, 1), ids[:, :BEHIND], [0], keep=1)
-    found = []
-    for width in WIDTHS:
+
+    def timed(width: int) -> float:
         started = time.perf_counter()
         runner.forward(slice(0, 1), ids[:, BEHIND : BEHIND + width], [BEHIND])
-        found.append(time.perf_counter() - started)
-    return found
+        return time.perf_counter() - started
+
+    found, ones = [], [timed(1)]
+    for width in WIDTHS:
+        found.append(timed(width))
+        ones.append(timed(1))
+    return Turn(found, [(before + after) / 2 for before, after in pairwise(ones)])
 
 
 def medians(rounds: Sequence[Sequence[float]]) -> dict[int, float]:
@@ -35,8 +49,14 @@ def medians(rounds: Sequence[Sequence[float]]) -> dict[int, float]:
     return {width: median(column) for width, column in zip(WIDTHS, zip(*rounds, strict=True), strict=True)}
 
 
-def curve(rounds: Sequence[Sequence[float]]) -> dict[int, float]:
-    """v(n): medians over the rounds, in forwards of one token."""
+def curve(turns: Sequence[Turn]) -> dict[int, float]:
+    """v(n), in forwards of one token: medians of the ratios within turns."""
+    ratios = [[each / one for each, one in zip(turn.seconds, turn.ones, strict=True)] for turn in turns]
+    return medians(ratios) | {1: 1.0}
+
+
+def curve_of_medians(rounds: Sequence[Sequence[float]]) -> dict[int, float]:
+    """The same of systems that time no token beside each width."""
     times = medians(rounds)
     return {width: seconds / times[1] for width, seconds in times.items()}
 
