@@ -23,6 +23,12 @@ constexpr bool ZEN = true;
 #else
 constexpr bool ZEN = false;
 #endif
+// Zen 5 alone, by an instruction that Zen 4 has not.
+#if defined(__znver5__) || defined(__AVX512VP2INTERSECT__)
+constexpr bool ZEN5 = ZEN;
+#else
+constexpr bool ZEN5 = false;
+#endif
 
 // For processors that gain nothing from several tokens at once: a Block that has ``dot_one``.
 template <typename Own, int W> struct TokenByToken {

@@ -167,8 +167,10 @@ struct Forward {
     // Ask for the first weights that a thread will read in a later phase, while it waits for the others.
     void ask_for(const Matrix& matrix, int tile) const {
         if (!matrix.data || tile >= matrix.tiles()) return;
-        for (int i = 0; i < MOST_TILES && tile + i < matrix.tiles(); i++)
-            for (size_t line = 0; line < AHEAD; line += 64) __builtin_prefetch(matrix.tile(tile + i) + line);
+        const int tiles = matrix.tiles() - tile < MOST_TILES ? matrix.tiles() - tile : MOST_TILES;
+        const size_t most = tiles * matrix.tile_bytes(), each = ZEN5 ? MOST_TILES * AHEAD : AHEAD;
+        for (int i = 0; i < (ZEN5 ? 1 : tiles); i++)  // Zen 5 reads them as one stream
+            for (size_t line = 0; line < each && line < most; line += 64) __builtin_prefetch(matrix.tile(tile + i) + line);
     }
     void ask_for_layer(int l, const Turn& turn) const {
         if (l == m.layers) return ask_for(m.head, turn.first((m.head.tiles() + MOST_TILES - 1) / MOST_TILES) * MOST_TILES);

@@ -47,6 +47,11 @@ template <int KIND>
 static void run(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
     const size_t stride = m.tile_bytes();
     const int blocks = m.blocks();
+    if (tokens <= one_stream(KIND)) {
+        for (int i = 0; i < count; i++)
+            some_tiles<KIND, 1, 1>(m.tile(first + i), stride, blocks, in, tokens, out + (size_t)i * tokens);
+        return;
+    }
     for (int i = 0; i < count;) {
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;

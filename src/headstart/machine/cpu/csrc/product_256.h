@@ -50,18 +50,6 @@ HS_INLINE void add_group(const ScaledBlock<KIND, W, Numbers>& group, const Input
     group.template add<N>(in.numbers + at * GROUP, in.halves + 2 * at, in.factors + at, whole, apart);
 }
 
-// The same, as many tokens at once as registers allow.
-template <int N, int KIND, int W, typename Numbers>
-HS_INLINE void add_few_groups(const ScaledBlock<KIND, W, Numbers>& group, const Inputs& in, size_t at, vi* whole, int apart) {
-    if constexpr (Block<W>::AT_ONCE >= N) {
-        add_group<N>(group, in, at, whole, apart);
-    } else {
-#pragma GCC unroll 2
-        for (int t = 0; t + 2 <= N; t += 2) add_group<2>(group, in, at + t, whole + t, apart);
-        if constexpr (N % 2) add_group<1>(group, in, at + N - 1, whole + N - 1, apart);
-    }
-}
-
 // Block b of W tiles times N tokens, whose sums are in registers meanwhile: added to out[i * apart + t]. ``ahead``: where
 // weights of tiles FROM .. TO - 1 are asked for.
 template <int KIND, int W, int TILES, int N, int FROM = 0, int TO = TILES>
@@ -74,7 +62,14 @@ __attribute__((noinline)) void add_few(const uint8_t* const* block, const uint8_
         ScaledBlock<KIND, W, PackedBlock<W>> group;
         ask_ahead<KIND, W, TILES, FROM, TO>(ahead, stride, g);
         for (int i = 0; i < W; i++) group.from(i, block[i], g);
-        add_few_groups<N>(group, in, (size_t)(8 * b + g) * in.rows, whole, N);
+        const size_t at = (size_t)(8 * b + g) * in.rows;
+        if constexpr (Block<W>::AT_ONCE >= N) {
+            add_group<N>(group, in, at, whole, N);
+        } else {
+#pragma GCC unroll 2
+            for (int t = 0; t + 2 <= N; t += 2) add_group<2>(group, in, at + t, whole + t, N);
+            if constexpr (N % 2) add_group<1>(group, in, at + N - 1, whole + N - 1, N);
+        }
     }
     BlockEnd<KIND, W> end;
     for (int i = 0; i < W; i++) end.from(i, block[i]);
@@ -121,13 +116,6 @@ constexpr bool IN_TURNS = false;
 constexpr bool IN_TURNS = true;
 #endif
 
-// Are two to four tokens taken like one, all tiles abreast? With AVX-512, where all their sums find room in registers.
-#if defined(__AVX512VNNI__)
-constexpr bool ABREAST = IN_TURNS;
-#else
-constexpr bool ABREAST = false;
-#endif
-
 // N tokens, or any number of them if N is 0.
 template <int KIND, int W, int TILES, int N>
 __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens,
@@ -142,7 +130,7 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
             const size_t next = BLOCK * b + BLOCK * first / TILES + AHEAD;
             const uint8_t* ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
             vf* to = out + first * tokens;
-            if constexpr (N > 4) {  // in two turns, each of which asks for a half, so that memory never rests
+            if constexpr (N > 4 && !all_at_once(TILES)) {  // in two turns, each of which asks for a half, so that memory never rests
                 add_few<KIND, W, TILES, FIRST, 0, HALF>(block, ahead, stride, in, b, N, to);
                 add_few<KIND, W, TILES, N - FIRST, HALF, TILES>(block, ahead, stride, in.from(FIRST), b, N, to + FIRST);
             } else if constexpr (N > 0) {
@@ -153,7 +141,8 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
         }
 }
 
-// N tokens that wait for memory: memory is read faster group by group, all tiles of a group before the next one's.
+// N tokens that wait for memory (one, or two where registers hold all sums): memory is read faster group by group, all tiles
+// of a group before the next one's.
 template <int KIND, int W, int TILES, int N>
 __attribute__((noinline)) void abreast_256(const uint8_t* data, size_t stride, int blocks, const Inputs& in, vf* out) {
     constexpr size_t BLOCK = block_bytes(KIND), PART = part_bytes(KIND);
@@ -172,7 +161,7 @@ __attribute__((noinline)) void abreast_256(const uint8_t* data, size_t stride, i
                     for (size_t line = 0; line < PART; line += 64) __builtin_prefetch(ahead + stride * (first + i) + line);
                     group.from(i, data + stride * (first + i) + BLOCK * b, g);
                 }
-                add_few_groups<N>(group, in, at, whole + first * N, N);
+                add_group<N>(group, in, at, whole + first * N, N);
             }
         }
         for (int i = 0; i < TILES; i++) {
@@ -186,19 +175,17 @@ __attribute__((noinline)) void abreast_256(const uint8_t* data, size_t stride, i
 // What ``product`` is for the other kinds.
 template <int KIND, int W, int TILES>
 HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
+    constexpr bool AT_ONCE = all_at_once(TILES);
     if (tokens == 1) return abreast_256<KIND, W, TILES, 1>(data, stride, blocks, in, out);
-    if constexpr (Block<W>::AT_ONCE >= 4 || ABREAST)
+    if constexpr (Block<W>::AT_ONCE >= 4)
         if (tokens == 2) return abreast_256<KIND, W, TILES, 2>(data, stride, blocks, in, out);
-    if constexpr (ABREAST) {
-        if (tokens == 3) return abreast_256<KIND, W, TILES, 3>(data, stride, blocks, in, out);
-        if (tokens == 4) return abreast_256<KIND, W, TILES, 4>(data, stride, blocks, in, out);
-    } else if constexpr (Block<W>::FEW >= 4) {
+    if constexpr (Block<W>::FEW >= 4) {
         if (tokens == 2) return product_256<KIND, W, TILES, 2>(data, stride, blocks, in, 2, out);
         if (tokens == 3) return product_256<KIND, W, TILES, 3>(data, stride, blocks, in, 3, out);
         if constexpr (KIND != Q4_K || IN_TURNS)
             if (tokens == 4) return product_256<KIND, W, TILES, 4>(data, stride, blocks, in, 4, out);
     }
-    if constexpr (Block<W>::FEW >= 4 && KIND == Q4_K && IN_TURNS) {  // the others take longer to unpack
+    if constexpr (Block<W>::FEW >= 4 && ((KIND == Q4_K && IN_TURNS) || AT_ONCE)) {  // the others take longer to unpack
         if (tokens == 5) return product_256<KIND, W, TILES, 5>(data, stride, blocks, in, 5, out);
         if (tokens == 6) return product_256<KIND, W, TILES, 6>(data, stride, blocks, in, 6, out);
         if (tokens == 7) return product_256<KIND, W, TILES, 7>(data, stride, blocks, in, 7, out);

@@ -99,7 +99,9 @@ void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tok
     for (int i = 0; i < count;) {
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;
-        if (tokens == 1 && count - i >= 4)
+        if (tokens == 1 && (ZEN5 || count - i < 2))
+            float_product_of_one<KIND, 1>(p, stride, m.inputs, in, to), i += 1;
+        else if (tokens == 1 && count - i >= 4)
             float_product_of_one<KIND, 4>(p, stride, m.inputs, in, to), i += 4;
         else if (count - i >= 2 && (FLOAT_SUMS > 6 || tokens <= 2))
             float_product<KIND, 2>(p, stride, m.inputs, in, tokens, to), i += 2;
