@@ -114,7 +114,7 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
     noise, found = Noise(setting.small), earlier(given.earlier)
-    for kind, alpha in wanted(given):
+    for kind, alpha in wanted(given, found if given.go_on else []):
         if report.late:
             log(f"no time left for {kind} at {alpha}")
             continue
@@ -148,12 +148,14 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     log(f"{sum(within)} of {len(found)} within {WITHIN:.0%}; the advice agrees with what was measured in {sum(agree)}")
 
 
-def wanted(given: Namespace) -> list[tuple[str, float]]:
-    """Kinds of drafts and acceptance rates, in the order in which they are measured."""
-    if given.pairs is None:
-        return [(kind, alpha) for alpha in given.alphas for kind in given.drafts]
-    named = [pair.split(":") for pair in given.pairs]
-    return [(kind, float(alpha)) for kind, alpha in named]
+def wanted(given: Namespace, stored: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Kinds of drafts and acceptance rates, in the order in which they are measured; without those that are stored."""
+    pairs = [(kind, alpha) for alpha in given.alphas for kind in given.drafts]
+    if given.pairs is not None:
+        named = [pair.split(":") for pair in given.pairs]
+        pairs = [(kind, float(alpha)) for kind, alpha in named]
+    done = {(cell["draft"], cell["alpha_wanted"], cell["rows"]) for cell in stored}
+    return [pair for pair in pairs if not all((*pair, rows) in done for rows in given.batches)]
 
 
 def earlier(path: Path | None) -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ def earlier(path: Path | None) -> list[dict[str, Any]]:
 
 
 def prompts(setting: Setting, given: Namespace) -> list[tuple[str, list[int]]]:
-    if given.ids is None:
+    if given.ids is None or given.quick:  # tiny models do not know the ids of real text
         return [("any", line) for turn in range(6) for line in setting.prompts([24] * 16, turn)]
     lines = [line for line in json.loads(Path(given.ids).read_text()) if len(line) <= 160]
     random.Random(0).shuffle(lines)  # every other one is kept back: tasks that take turns would be told apart by that
@@ -245,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--parts", nargs="+", default=["advise", "bench"], help="of point 1; bench alone reads the advice"
     )
     options.add_argument("--earlier", type=Path, help="a stored result whose other cells are kept")
+    options.add_argument("--go-on", action="store_true", help="of point 2: keep what is stored, and leave it out")
     given = read(options, arguments)
     if given.quick:
         given.batches, given.alphas, given.tokens = [1, 3], given.alphas[:1], 24
@@ -252,7 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "lab-advise-" + ("quick" if given.quick else "cpu" if given.device == "cpu" else f"gpu-{given.shape}")
     told = {"tokens": given.tokens, "per_task": given.per_task, "batches": given.batches, "alphas": given.alphas}
     told |= {"weights": "real" if given.weights or given.device == "cpu" else "random", "third": str(THIRD)}
-    report = Report(given.out / f"{name}.json", told, given.seconds)
+    path = given.out / f"{name}.json"
+    if given.go_on and path.exists():
+        given.earlier = path
+    report = Report(path, told, given.seconds)
     if given.device == "cpu" and not given.quick:
         embedded(given, report)
     else:
