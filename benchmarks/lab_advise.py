@@ -160,7 +160,7 @@ def wanted(given: Namespace, stored: Sequence[dict[str, Any]]) -> list[tuple[str
 
 def earlier(path: Path | None) -> list[dict[str, Any]]:
     """The cells of an earlier run, which those of this one take the place of."""
-    return list(json.loads(path.read_text(encoding="utf-8"))["pairs"]) if path is not None else []
+    return list(json.loads(path.read_text(encoding="utf-8")).get("pairs", [])) if path is not None else []
 
 
 def prompts(setting: Setting, given: Namespace) -> list[tuple[str, list[int]]]:
