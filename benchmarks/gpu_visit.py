@@ -64,7 +64,7 @@ def prepare(_: argparse.Namespace) -> None:
     gguf = packages(site)
     (site / "ids.json").write_text(prompts_as_ids())
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    (site / ABOUT).write_text(json.dumps({"commit": commit.stdout.strip(), "sha256": digest(gguf)}))
+    note(site / ABOUT, {"commit": commit.stdout.strip(), "sha256": digest(gguf)})
     shutil.make_archive(str(site), "xztar", site)
     shutil.rmtree(site)
     tree = size_of_tree()
@@ -147,6 +147,11 @@ def split(file: Path, folder: Path, count: int) -> list[Path]:
     for number in range(count):
         (folder / f"{number}-of-{count}").write_bytes(content[number * each : (number + 1) * each])
     return sorted(folder.iterdir())
+
+
+def note(file: Path, about: dict[str, Any]) -> None:
+    """What is no result: of the visit itself."""
+    file.write_text(json.dumps(about))
 
 
 def digest(file: Path) -> str:
@@ -288,14 +293,14 @@ def run(given: argparse.Namespace) -> None:
     visit = Visit(given.call, given.home, given.seconds or call.seconds, quick=given.quick)
     found: dict[str, Any] = {"call": given.call, "commit": visit.about["commit"], "parts": {}}
     about = visit.out / ABOUT
-    about.write_text(json.dumps(found))
+    note(about, found)
     if not (visit.home / "warm").exists():
         visit.warm()
         (visit.home / "warm").touch()
     weights = visit.weights()
     for part in call.parts:
         found["parts"][part.script] = visit.part(part, weights)
-        about.write_text(json.dumps(found))
+        note(about, found)
     print(f"weights: {'there' if weights else 'not whole yet'}; {visit.left + CLOSING:.0f} s left of the call")
     for name, said in found["parts"].items():
         print(f"{name}: {said}")

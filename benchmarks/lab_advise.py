@@ -19,6 +19,7 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from common import Report, log
 from pairs import SHARED, THIRD, Noise, Setting, parser, read, setting_of
 
+from headstart.errors import HeadstartError
 from headstart.lab.advice_record import Advice, AdviseSettings
 from headstart.lab.advising import Adviser
 from headstart.lab.agreement import Written
@@ -114,10 +116,8 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
     noise, found = Noise(setting.small), earlier(given.earlier)
-    for kind, alpha in wanted(given, found if given.go_on else []):
-        if report.late:
-            log(f"no time left for {kind} at {alpha}")
-            continue
+
+    def measured(kind: str, alpha: float) -> list[dict[str, Any]]:
         draft, about = noisy(setting, noise, alpha, texts, kind)
         log(f"{kind}, alpha {alpha}: {about}")
         settings = AdviseSettings(
@@ -134,11 +134,19 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
             adviser.run(settings.seconds)
             advice = adviser.result()
         log(f"  {time.perf_counter() - started:.0f} s")
-        new = cells(advice, kind, alpha, about, given.batches)
+        return cells(advice, kind, alpha, about, given.batches)
+
+    for kind, alpha in wanted(given, found if given.go_on else []):
+        if report.late:
+            log(f"no time left for {kind} at {alpha}")
+            continue
+        new = report.guarded(partial(measured, kind, alpha))  # one that fails does not take the others along
+        if isinstance(new, dict):
+            log(f"{kind} at {alpha}: {new['failed']}")
+            new = []
         names = {cell["name"] for cell in new}
         found = [cell for cell in found if cell["name"] not in names] + new
         report.add("pairs", found)
-        del draft, adviser
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -186,7 +194,7 @@ def cells(
 ) -> list[dict[str, Any]]:
     (outlook,) = advice.outlooks
     if outlook.refused is not None:
-        raise SystemExit(f"refused: {outlook.refused}")
+        raise HeadstartError(f"refused: {outlook.refused}")
     found = []
     for rows in batches:
         predicted, ratio = outlook.prediction(rows, 0.0), outlook.measured.get((rows, 0.0))
