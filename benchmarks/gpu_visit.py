@@ -78,6 +78,9 @@ def prepare(_: argparse.Namespace) -> None:
     print("send them in one block, or each within 30 s of the one before (the machine is given back then):\n")
     for number, name in enumerate([*brings[:-1], *CALLS]):  # the last part comes with the first call that needs it
         print(call_text(name, [part.name for part in parts[number : number + 1]], tree))
+    limits = sum(CALLS.get(name, BRING).seconds for name in [*brings[:-1], *CALLS])
+    print(f"\n{limits} s of limits, and the machine's start: ask `status` before the last call. With less time left:")
+    print("a lower timeout_s, and `--seconds` with the same number behind `run CALL`")
     print("\nif a call says that parts of the weights are missing there, these before it is sent again:\n")
     for name, part in zip(brings, parts, strict=True):
         print(call_text(name, [part.name], tree))
@@ -185,7 +188,7 @@ class Visit:
         self.site, self.kept = home / "site", home / "results"
         for folder in (home / "parts", self.kept):
             folder.mkdir(parents=True, exist_ok=True)
-        shutil.unpack_archive(CARRY / SITE, self.site)
+        shutil.unpack_archive(CARRY / SITE, self.site, filter="data")
         self.about: dict[str, Any] = json.loads((self.site / ABOUT).read_text())
         for path in self.kept.glob("*.json"):
             shutil.copy(path, self.out)
@@ -197,7 +200,8 @@ class Visit:
     def environment(self, **more: str) -> dict[str, str]:
         """Nothing is asked of a network, and bytecode is kept: on a new machine imports take half a minute without."""
         found = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-        found["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(self.site)])
+        places = [str(ROOT / "src"), str(self.site), os.environ.get("PYTHONPATH", "")]
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         found |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         return found | {"HEADSTART_CACHE": str(self.home / "cache")} | more
 
@@ -348,7 +352,7 @@ def store(given: argparse.Namespace) -> None:
             agree = sum(piece["bench_agrees"] for piece in found[key])
             within = sum(piece["within"] for piece in found[key])
             found["point_2"] = {"cells": len(pieces), "within": within, "advice_agrees": agree}
-        old = dict(tables(RESULTS)).get(name, [])
+        old = dict(tables(given.results)).get(name, [])
         before, now = (sum(worth(piece, count) for piece in table) for table in (old, found[key]))
         if now < before and not given.anyway:
             print(f"{name}: {len(pieces)} pieces, worth {now} of the {before} that are stored: not stored (--anyway)")
