@@ -20,6 +20,7 @@ from headstart.lab.machine_facts import machine
 from headstart.lab.report.store import as_json
 from headstart.lab.statistics import geometric_mean, median, quantile
 from headstart.lab.texts import shipped
+from headstart.machine.files import write_whole
 
 __all__ = [
     "KINDS",
@@ -112,7 +113,7 @@ class Report:
 
     def add(self, name: str, result: Any) -> None:
         self.results[name] = result
-        self.path.write_text(as_json(self._about | self.results))
+        write_whole(self.path, as_json(self._about | self.results))
 
     def guarded(self, part: Callable[[], Any]) -> Any:
         """A part that may fail without taking the others along: then it says so."""

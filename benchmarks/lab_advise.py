@@ -19,6 +19,7 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from common import Report, log
 from pairs import SHARED, THIRD, Noise, Setting, parser, read, setting_of
 
+from headstart.errors import HeadstartError
 from headstart.lab.advice_record import Advice, AdviseSettings
 from headstart.lab.advising import Adviser
 from headstart.lab.agreement import Written
@@ -114,10 +116,8 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     plain = System.open(options, quiet, draft=None)
     texts = write(plain, lines[:8], tokens=48, ignore_eos=True)
     noise, found = Noise(setting.small), earlier(given.earlier)
-    for kind, alpha in wanted(given):
-        if report.late:
-            log(f"no time left for {kind} at {alpha}")
-            continue
+
+    def measured(kind: str, alpha: float) -> list[dict[str, Any]]:
         draft, about = noisy(setting, noise, alpha, texts, kind)
         log(f"{kind}, alpha {alpha}: {about}")
         settings = AdviseSettings(
@@ -134,11 +134,19 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
             adviser.run(settings.seconds)
             advice = adviser.result()
         log(f"  {time.perf_counter() - started:.0f} s")
-        new = cells(advice, kind, alpha, about, given.batches)
+        return cells(advice, kind, alpha, about, given.batches)
+
+    for kind, alpha in wanted(given, found if given.go_on else []):
+        if report.late:
+            log(f"no time left for {kind} at {alpha}")
+            continue
+        new = report.guarded(partial(measured, kind, alpha))  # one that fails does not take the others along
+        if isinstance(new, dict):
+            log(f"{kind} at {alpha}: {new['failed']}")
+            new = []
         names = {cell["name"] for cell in new}
         found = [cell for cell in found if cell["name"] not in names] + new
         report.add("pairs", found)
-        del draft, adviser
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -148,21 +156,23 @@ def pairs(setting: Setting, given: Namespace, report: Report) -> None:
     log(f"{sum(within)} of {len(found)} within {WITHIN:.0%}; the advice agrees with what was measured in {sum(agree)}")
 
 
-def wanted(given: Namespace) -> list[tuple[str, float]]:
-    """Kinds of drafts and acceptance rates, in the order in which they are measured."""
-    if given.pairs is None:
-        return [(kind, alpha) for alpha in given.alphas for kind in given.drafts]
-    named = [pair.split(":") for pair in given.pairs]
-    return [(kind, float(alpha)) for kind, alpha in named]
+def wanted(given: Namespace, stored: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Kinds of drafts and acceptance rates, in the order in which they are measured; without those that are stored."""
+    pairs = [(kind, alpha) for alpha in given.alphas for kind in given.drafts]
+    if given.pairs is not None:
+        named = [pair.split(":") for pair in given.pairs]
+        pairs = [(kind, float(alpha)) for kind, alpha in named]
+    done = {(cell["draft"], cell["alpha_wanted"], cell["rows"]) for cell in stored}
+    return [pair for pair in pairs if not all((*pair, rows) in done for rows in given.batches)]
 
 
 def earlier(path: Path | None) -> list[dict[str, Any]]:
     """The cells of an earlier run, which those of this one take the place of."""
-    return list(json.loads(path.read_text(encoding="utf-8"))["pairs"]) if path is not None else []
+    return list(json.loads(path.read_text(encoding="utf-8")).get("pairs", [])) if path is not None else []
 
 
 def prompts(setting: Setting, given: Namespace) -> list[tuple[str, list[int]]]:
-    if given.ids is None:
+    if given.ids is None or given.quick:  # tiny models do not know the ids of real text
         return [("any", line) for turn in range(6) for line in setting.prompts([24] * 16, turn)]
     lines = [line for line in json.loads(Path(given.ids).read_text()) if len(line) <= 160]
     random.Random(0).shuffle(lines)  # every other one is kept back: tasks that take turns would be told apart by that
@@ -184,7 +194,7 @@ def cells(
 ) -> list[dict[str, Any]]:
     (outlook,) = advice.outlooks
     if outlook.refused is not None:
-        raise SystemExit(f"refused: {outlook.refused}")
+        raise HeadstartError(f"refused: {outlook.refused}")
     found = []
     for rows in batches:
         predicted, ratio = outlook.prediction(rows, 0.0), outlook.measured.get((rows, 0.0))
@@ -245,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--parts", nargs="+", default=["advise", "bench"], help="of point 1; bench alone reads the advice"
     )
     options.add_argument("--earlier", type=Path, help="a stored result whose other cells are kept")
+    options.add_argument("--go-on", action="store_true", help="of point 2: keep what is stored, and leave it out")
     given = read(options, arguments)
     if given.quick:
         given.batches, given.alphas, given.tokens = [1, 3], given.alphas[:1], 24
@@ -252,7 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "lab-advise-" + ("quick" if given.quick else "cpu" if given.device == "cpu" else f"gpu-{given.shape}")
     told = {"tokens": given.tokens, "per_task": given.per_task, "batches": given.batches, "alphas": given.alphas}
     told |= {"weights": "real" if given.weights or given.device == "cpu" else "random", "third": str(THIRD)}
-    report = Report(given.out / f"{name}.json", told, given.seconds)
+    path = given.out / f"{name}.json"
+    if given.go_on and path.exists():
+        given.earlier = path
+    report = Report(path, told, given.seconds)
     if given.device == "cpu" and not given.quick:
         embedded(given, report)
     else:

@@ -125,22 +125,32 @@ def apart(given: argparse.Namespace, path: Path) -> None:
             row: dict[str, Any] = json.loads((Path(folder) / path.name).read_text(encoding="utf-8"))["runs"][0]
             return row
 
-    names = [name for name in CASES[given.device] if given.only is None or name in given.only]
     with ThreadPoolExecutor(given.jobs) as pool:
-        for done in as_completed([pool.submit(one, name) for name in names]):
+        for done in as_completed([pool.submit(one, name) for name in wanted(given, path)]):
             row = done.result()
             print(row["case"], "holds" if row["holds"] else row["faults"], row.get("seconds"), flush=True)
             store(path, row)
+
+
+def wanted(given: argparse.Namespace, path: Path) -> list[str]:
+    """Cases, in the order in which they were asked for."""
+    names = given.only or list(CASES[given.device])
+    if not given.go_on or not path.exists():
+        return names
+    stored = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    done = {row["case"] for row in stored if row["holds"] is not None}
+    return [name for name in names if name not in done]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(CASES), default="cpu")
     parser.add_argument("--weights", help="a folder; without it: the embedded model")
-    parser.add_argument("--only", nargs="+", help="these cases alone")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="these cases alone")
     parser.add_argument("--seconds", type=float, default=85.0, help="for the checks of each")
     parser.add_argument("--jobs", type=int, default=1, help="certificates at a time, in processes of their own")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds in all, with --jobs")
+    parser.add_argument("--go-on", action="store_true", help="leave out what is stored and was done")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args()
     path = given.out / f"certify-{given.device}.json"
@@ -148,10 +158,8 @@ def main() -> None:
         apart(given, path)
         return
     with tempfile.TemporaryDirectory() as folder:
-        for name, settings in CASES[given.device].items():
-            if given.only is not None and name not in given.only:
-                continue
-            row = certified(name, settings, given, Path(folder))
+        for name in wanted(given, path):
+            row = certified(name, CASES[given.device][name], given, Path(folder))
             print(name, "holds" if row["holds"] else row["faults"], row["seconds"], flush=True)
             store(path, row)
 

@@ -354,6 +354,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=7200.0, help="seconds in all; what is not done by then is left out"
     )
+    parser.add_argument("--go-on", action="store_true", help="leave out what is stored and was done")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
     if given.one:
@@ -365,6 +366,10 @@ def main() -> None:
         (bug, s) for bug in BUGS for s in setups if s in BUGS[bug] and (given.bug is None or bug.startswith(given.bug))
     ]
     path = given.out / f"certify-planted-{given.device}.json"
+    if given.go_on and path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        done = {(row["bug"], row["implementation"]) for row in stored if "crashed" not in row}
+        wanted = [pair for pair in wanted if pair not in done]
     until = perf_counter() + given.limit
     with ThreadPoolExecutor(given.jobs) as pool:
         for done in as_completed([pool.submit(certified, *pair, until, given.jobs) for pair in wanted]):

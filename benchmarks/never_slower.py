@@ -109,7 +109,7 @@ class NeverSlower:
 
     def go_on(self, path: Path) -> int:
         """Take up the turns that are stored of these cases; how many there are."""
-        stored = json.loads(path.read_text(encoding="utf-8"))["slower"] if path.exists() else []
+        stored = json.loads(path.read_text(encoding="utf-8")).get("slower", []) if path.exists() else []
         for found in stored:
             case = Case(found["temperature"], found["batch"])
             if case in self.cases and found["draft"] in self.drafts:
