@@ -50,10 +50,16 @@ class _Cell:
         self.seen: deque[float] = deque(maxlen=self.WINDOW)
         self.value = 0.0
         self.last = 0  # when it was last measured
+        self._when: deque[int] = deque(maxlen=self.WINDOW)  # the same of all that count
 
     def add(self, seconds: float, clock: int) -> None:
         self.seen.append(seconds)
+        self._when.append(clock)
         self.value, self.last = self._low(), clock
+
+    def newer(self, other: _Cell) -> bool:
+        """Is all that it rests on newer than what the other one rests on, and more than a moment's?"""
+        return len(self._when) == self.WINDOW and self._when[0] > other.last
 
     def _low(self) -> float:
         found, lowest = low(self.seen), min(self.seen)
@@ -83,9 +89,17 @@ class _TokenCost:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)  # tokens more than in a plain round, seconds
+        self._when: deque[int] = deque(maxlen=self.WINDOW)
 
-    def add(self, more: int, seconds: float) -> None:
+    def add(self, more: int, seconds: float, clock: int) -> None:
         self._seen.append((more, seconds))
+        self._when.append(clock)
+
+    def forget(self, before: int) -> None:
+        """It may have been a bad moment, and while that rules drafts out few rounds say otherwise."""
+        while self._when and self._when[0] < before:
+            self._when.popleft()
+            self._seen.popleft()
 
     def __bool__(self) -> bool:
         return len(self._seen) >= self.FEW
@@ -125,6 +139,7 @@ class Costs:
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
     AT_LEAST = 0.5  # of what a token more is thought to cost, that each width costs more;
     ALONE = 0.9  # where it was measured a few times only
+    FORGOTTEN = 2 * LIFETIME  # rounds after which a measurement counts for nothing
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
     def __init__(self, measured: CostModel | None = None, *, ragged: bool = False) -> None:
@@ -169,10 +184,19 @@ class Costs:
             self._follow(seconds / self.level / median(cell.seen), like(rows), width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
         if self.ragged and width > 1:
-            self._tokens.setdefault(like(rows), _TokenCost()).add(width - 1, seconds / self.level)
-        for wide, old in cells.items():
-            if wide > 1 and old.last < self._clock - LIFETIME:
-                old.doubt()
+            self._tokens.setdefault(like(rows), _TokenCost()).add(width - 1, seconds / self.level, self._clock)
+        self._doubt_old(like(rows))
+
+    def _doubt_old(self, rows: int) -> None:
+        """What is old counts for little, and then for nothing: while a bad moment rules drafts out, nothing else ends
+        that."""
+        cells, since = self._cells[rows], self._clock - LIFETIME
+        for width in [width for width, cell in cells.items() if width > 1 and cell.last < since]:
+            cells[width].doubt()
+            if cells[width].last < self._clock - self.FORGOTTEN:
+                del cells[width]
+        if rows in self._tokens:
+            self._tokens[rows].forget(since)
 
     def _follow(self, ratio: float, rows: int, width: int) -> None:
         """Most of the last rounds took longer than they used to, or less long: so does everything now. On a noisy
@@ -324,19 +348,23 @@ class Costs:
         # A plain round takes no longer than any wider one. What says otherwise was timed in a bad moment, and must not
         # make useless drafts look fast: while they are made, plain rounds are not timed again. Between wider ones there
         # may be holes (kernels for five tokens that beat those for four).
-        lowest = min(seconds for _, seconds, _ in points)
+        outdated = {width for width, cell in own.items() if own[1].newer(cell)}  # itself measured in a bad moment, then
+        lowest = min(seconds for width, seconds, _ in points if width not in outdated)
         step = self._supposed(rows, lowest * self.level) / self.level
         most, start = 2 * step, lowest * (1.15 if self._measured is None else 1.05)
-        # A token more is little beside what rounds scatter by: what all of them say of it counts, too.
-        least, token = 0.0, 0.0
-        if self.ragged:
-            least = self.AT_LEAST * (max(0.0, slope(points)) if len(points) > 2 else step)
-            token = self._token(rows, lowest) if rows > 1 else 0.0  # the few widths of one row are seen often
-        found = [(1, lowest, points[0][2])]
+        believed = [(1, lowest, points[0][2])]
         for width, seconds, times in points[1:]:
-            believed = seconds if times >= self.TRUSTED else min(seconds, start + most * (width - 1))
+            seconds = seconds if times >= self.TRUSTED else min(seconds, start + most * (width - 1))
+            believed.append((width, max(seconds, lowest), times))
+        if not self.ragged:
+            return believed
+        # A token more is little beside what rounds scatter by: what all of them say of it counts, too.
+        least = self.AT_LEAST * (max(0.0, slope(believed)) if len(believed) > 2 else step)
+        token = self._token(rows, lowest) if rows > 1 else 0.0  # the few widths of one row are seen often
+        found = believed[:1]
+        for width, seconds, times in believed[1:]:
             by_all = max(least, token * (self.ALONE if times < self.TRUSTED else self.AT_LEAST))
-            found.append((width, max(believed, lowest + by_all * (width - 1)), times))
+            found.append((width, max(seconds, lowest + by_all * (width - 1)), times))
         return found
 
 
