@@ -212,3 +212,18 @@ def test_a_wide_round_seen_in_a_good_moment_makes_no_plain_round_look_fast() -> 
         costs.add(4, 1, 0.045)
     assert costs.forwards(4, 1)[0] == pytest.approx(0.045)
     assert costs.forwards(4, 17)[16] >= 0.045
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_wide_rounds_that_become_dearer_are_no_slower_machine(ragged: bool) -> None:
+    """A neighbour takes a core: what is bound by memory goes on as before, and is not timed while drafts are made."""
+    costs = Costs(ragged=ragged)
+    for width in (1, 9) * 9:
+        costs.add(8, width, 0.0075 if width == 1 else 0.0095)
+    for _ in range(20):
+        costs.add(8, 9, 0.020)
+    assert costs.doubtful(8), "is a plain round as slow?"
+    costs.add(8, 1, 0.0075)
+    assert not costs.doubtful(8)
+    assert costs.forwards(8, 9)[0] == pytest.approx(0.0075, rel=0.05)
+    assert costs.forwards(8, 9)[8] == pytest.approx(0.020, rel=0.05)

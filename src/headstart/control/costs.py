@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -114,8 +115,7 @@ class _TokenCost:
     def scale(self, last: int, by: float) -> None:
         """The last so many measurements turn out to be others."""
         old = len(self._seen) - min(last, len(self._seen))
-        found = ((more, s * by if i >= old else s) for i, (more, s) in enumerate(self._seen))
-        self._seen = deque(found, maxlen=self.WINDOW)
+        self._seen = deque(((n, s * by if i >= old else s) for i, (n, s) in enumerate(self._seen)), maxlen=self.WINDOW)
 
 
 class Costs:
@@ -129,7 +129,6 @@ class Costs:
     """
 
     UNSEEN = 0.93  # what a width that was never measured may cost of what its neighbours say: so it is tried
-
     FURTHEST = 4.0  # times faster or slower that the machine may seem to be at once
     FOLLOWED = 7  # rounds: the machine's speed changed where two thirds of them are off by more than ``LARGE``,
     LARGE = 0.25
@@ -153,6 +152,7 @@ class Costs:
         self._switches: deque[float] = deque([0.0], maxlen=7)
         self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
         self._read: tuple[int, float] | None = None  # tokens and seconds of the forward that read prompts fastest
+        self._unsure: set[int] = set()  # rows whose wide rounds became dearer, while no plain one said so
         self._clock = 0
         self._drafted = False
         self.level = 1.0
@@ -171,6 +171,8 @@ class Costs:
         if changed and width == 1 and not self.timed(rows):
             return  # drafting has just ended: the next one is what others are compared with
         cells = self._cells.setdefault(like(rows), {})
+        if width in cells and width == 1 and like(rows) in self._unsure:
+            self._only_wide(seconds / self.level / cells[1].value, like(rows))
         cell = cells.setdefault(width, _Cell())
         if len(cell.seen) >= 3:
             if changed and not self.ragged:  # where rows differ in width, nothing is captured or launched ahead
@@ -188,8 +190,7 @@ class Costs:
         self._doubt_old(like(rows))
 
     def _doubt_old(self, rows: int) -> None:
-        """What is old counts for little, and then for nothing: while a bad moment rules drafts out, nothing else ends
-        that."""
+        """What is old counts for little, then for nothing: nothing else ends a bad moment that rules drafts out."""
         cells, since = self._cells[rows], self._clock - LIFETIME
         for width in [width for width, cell in cells.items() if width > 1 and cell.last < since]:
             cells[width].doubt()
@@ -211,6 +212,8 @@ class Costs:
             if ordered[last // 3] > 1 + change or ordered[-1 - last // 3] < 1 / (1 + change):
                 middle = min(max(median(ordered), 1 / self.FURTHEST), self.FURTHEST)
                 self.level *= middle
+                if middle > 1 and not any(w == 1 and ratio > 1 + change for ratio, w in recent):
+                    self._unsure.add(rows)
                 cells = self._cells[rows]
                 for each, times in Counter(w for _, w in recent).items():
                     if each in cells:
@@ -219,6 +222,18 @@ class Costs:
                     self._tokens[rows].scale(sum(w > 1 for _, w in recent), 1 / middle)
                 self._ratios.clear()
                 return
+
+    def _only_wide(self, ratio: float, rows: int) -> None:
+        """A plain round takes so many times what it should: if far less, only wide rounds became slower."""
+        self._unsure.discard(rows)
+        if ratio > 1 / (1 + self.LARGE):
+            return
+        self.level *= ratio
+        for width, cell in self._cells[rows].items():
+            cell.scale(len(cell.seen) * (width > 1), 1 / ratio)
+        if rows in self._tokens:
+            self._tokens[rows].scale(_TokenCost.WINDOW, 1 / ratio)
+        self._ratios.clear()
 
     def settle(self) -> float:
         """Where the level has gone far, take it into the measurements. What is kept elsewhere relative to the level
@@ -270,11 +285,12 @@ class Costs:
         return any(known >= like(rows) and 1 in cells and cells[1].seen for known, cells in self._cells.items())
 
     def doubtful(self, rows: int) -> bool:
-        """Was a plain round timed once only, and took no less than wider ones do? If it was slow, all drafts look fast,
-        and while they are made it is not timed again."""
+        """Was a plain round timed once, and took no less than wider ones, or did these become dearer since? Drafts may
+        only look fast then, and while they are made it is not timed again."""
         cells = self._cells.get(like(rows), {})
         wider = [cell.value for width, cell in cells.items() if width > 1 and len(cell.seen) > 1]
-        return bool(wider) and 1 in cells and len(cells[1].seen) == 1 and cells[1].value >= min(wider)
+        once = 1 in cells and len(cells[1].seen) == 1 and cells[1].value >= min(wider, default=inf)
+        return once or like(rows) in self._unsure
 
     def table(self, rows: int) -> list[Point]:
         """(width, seconds, measurements), by width, for this number of rows or the measured one nearest to it; empty if
