@@ -116,8 +116,9 @@ def test_costs_stay_numbers_on_a_noisy_machine() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.2])
-def test_what_is_not_measured_does_not_drift_on_a_noisy_machine(noise: float) -> None:
+def test_what_is_not_measured_does_not_drift_on_a_noisy_machine(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rounds go on for long; what a wider one costs is still known. Else drafting would never pay again."""
+    monkeypatch.setattr(Costs, "FORGOTTEN", 10_000)
     chance, costs = random.Random(7), Costs()
     for _ in range(4):
         costs.add(1, 2, 1.5)
@@ -181,3 +182,48 @@ def test_ragged_widths_that_were_seen_seldom_cost_what_all_say() -> None:
     for _ in range(3):
         costs.add(8, 21, 5.1 + 0.1 * chance.random())  # three that seem to cost nothing
     assert costs.forwards(8, 21)[20] > 5.0 + 0.2 * 20
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_a_bad_moment_said_is_forgotten_where_nothing_says_it_again(ragged: bool, rows: int) -> None:
+    """A neighbour took the cores that wide rounds need, and went. While drafts seem not to pay, only plain rounds come,
+    and now and then a narrow one."""
+    costs = Costs(ragged=ragged)
+    for _ in range(12):
+        costs.add(rows, 1, 0.040)
+        for width in (5, 9, 17, 33):
+            costs.add(rows, width, 0.040 + 0.012 * (width - 1))
+    bad = costs.forwards(rows, 33)[32]
+    for number in range(Costs.FORGOTTEN + 2):
+        costs.add(rows, 2 if number % 60 == 59 else 1, 0.040)
+    assert bad > 0.2
+    assert costs.forwards(rows, 33)[32] < 0.12
+
+
+def test_a_wide_round_seen_in_a_good_moment_makes_no_plain_round_look_fast() -> None:
+    """Plain rounds have been timed since, and often: then it is the wide one that does not hold any more."""
+    costs = Costs(ragged=True)
+    costs.add(4, 1, 0.045)
+    for _ in range(2):
+        costs.add(4, 17, 0.018)
+    assert costs.forwards(4, 1)[0] == pytest.approx(0.018)
+    for _ in range(20):
+        costs.add(4, 1, 0.045)
+    assert costs.forwards(4, 1)[0] == pytest.approx(0.045)
+    assert costs.forwards(4, 17)[16] >= 0.045
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_wide_rounds_that_become_dearer_are_no_slower_machine(ragged: bool) -> None:
+    """A neighbour takes a core: what is bound by memory goes on as before, and is not timed while drafts are made."""
+    costs = Costs(ragged=ragged)
+    for width in (1, 9) * 9:
+        costs.add(8, width, 0.0075 if width == 1 else 0.0095)
+    for _ in range(20):
+        costs.add(8, 9, 0.020)
+    assert costs.doubtful(8), "is a plain round as slow?"
+    costs.add(8, 1, 0.0075)
+    assert not costs.doubtful(8)
+    assert costs.forwards(8, 9)[0] == pytest.approx(0.0075, rel=0.05)
+    assert costs.forwards(8, 9)[8] == pytest.approx(0.020, rel=0.05)

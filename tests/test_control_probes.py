@@ -52,10 +52,10 @@ def test_what_asking_took_is_paid_out_of_what_guesses_win() -> None:
         if account is looked:
             for _ in range(20):
                 account.asked(0.05)
-        account.drafted(1.1, 1.5)
+        account.drafted(1.1, tokens=1.5)
     assert other.room - looked.room == pytest.approx(0.4)
-    looked.drafted(1.0, 2.0)
-    other.drafted(1.0, 2.0)
+    looked.drafted(1.0, tokens=2.0)
+    other.drafted(1.0, tokens=2.0)
     assert other.room - looked.room == pytest.approx(1.0), "but what drafts win is theirs once that is paid"
 
 
@@ -65,3 +65,17 @@ def test_what_asking_took_alone_forbids_nothing() -> None:
     for _ in range(100):
         account.asked(0.1)
     assert account.room == before
+
+
+def test_what_reading_took_is_lost_but_does_not_say_that_drafts_lose() -> None:
+    account = Account()
+    account.drafted(1.2, 6.0, tokens=1.9, paid=True)
+    assert account.room < 0
+    assert account.wins(paid=True)
+    assert not account.wins(paid=False)
+    account.plain(checking=True)
+    assert account.wins(paid=True)
+    account.plain()
+    assert not account.wins(paid=True)
+    account.drafted(1.2, tokens=1.0, paid=True)
+    assert not account.wins(paid=True)

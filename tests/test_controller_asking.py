@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from controller_tools import ROUND, View
+from controller_tools import ROUND, View, play
 
 from headstart.control.adaptive import AdaptiveController
 from headstart.types import Proposal, Round
@@ -79,3 +79,32 @@ def test_a_drafter_that_is_asked_and_has_nothing_is_charged_for_its_time() -> No
         controller.observe([Round("a", 0, 0, 1, 1, 1, 0, slow, 0.001, 0.001 + slow)])
     assert asked < 12
     assert controller.beliefs().forwards[0] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("paid", [False, True])
+def test_one_stall_while_guesses_are_asked_for_ends_nothing(paid: bool) -> None:
+    """A machine that slept for a second, in rounds of 5 ms: thousands of rounds would have to pay for that."""
+    controller, view, drafts = AdaptiveController(8, free=not paid), View("a"), []
+    controller.meet(free=not paid, ends_itself=False, ragged=True)
+    for number in range(300):
+        (budget,) = controller.budgets([view], [8])
+        found = budget > 0 and (number % 3 > 0 or not paid)
+        (kept,) = controller.trim([view], [Proposal.chain([1] * min(budget, 8), strength=8) if found else None])
+        n = len(kept) if kept is not None else 0
+        drafts.append(n > 0)
+        forward, took = 0.005 * (1 + 0.1 * n), 0.0001 * (budget > 0) + (number == 150) * 1.0
+        record = replace(ROUND, drafted=n, accepted=n, emitted=1 + n, outcomes=(True,) * n, width=1 + n, tokens=1 + n)
+        record = replace(record, strength=8, draft_seconds=took, verify_seconds=forward, round_seconds=forward + took)
+        controller.observe([record])
+    assert sum(drafts[100:150]) > 30
+    assert sum(drafts[200:250]) > 30
+
+
+def test_while_drafts_win_what_their_reading_took_does_not_end_them() -> None:
+    """It is lost already. The drafter that stops for that has it to read again, and is never asked."""
+    controller, cost = AdaptiveController(8), {n: 0.005 * (1 + 0.1 * (n - 1)) for n in range(1, 12)}
+    assert all(play(controller, 0.9, cost, 60, step=0.0005)[40:])
+    controller._account._lost += 40  # a prompt that took so many rounds to read again
+    assert all(play(controller, 0.9, cost, 20, step=0.0005))
+    controller._account._lost += 40
+    assert sum(map(bool, play(controller, 0.0, cost, 20, step=0.0005))) < 4, "but they must win"

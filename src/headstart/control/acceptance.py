@@ -111,9 +111,12 @@ class Acceptance:
             known = self._rates[strength] = (found.hits + prior * weight) / (found.tries + weight)
         return known
 
-    def apart(self, sequences: Sequence[str]) -> float:
+    def apart(self, sequences: Sequence[str], *, paid: bool = True) -> float:
         """How much of the difference between these sequences' own records lies in the texts and not in chance: what a
-        deviation from the mean of their rates is to be taken times. 0 where nothing tells them apart."""
+        deviation from the mean of their rates is to be taken times. 0 where nothing tells them apart; 1 for guesses
+        that cost no time, whose strength says how they differ."""
+        if not paid:
+            return 1.0
         own = [self._own[name][PAID] for name in sequences if PAID in self._own.get(name, {})]
         tries = [max(1.0, each.tries - self.OWN_WEIGHT) for each in own]
         if len(own) < 2 or sum(tries) < self.OWN_WEIGHT * len(own):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from ..maths.cost import Forecast, best_length, break_even, rounds_won, slope, with_draft
@@ -81,8 +82,7 @@ class AdaptiveController:
         self._account = Account()
         self._probes = {paid: Probes(self._account) for paid in (True, False)}  # of guesses that cost time, and others
         self._pace: deque[tuple[int, float]] = deque(maxlen=15)  # tokens and seconds of the last rounds
-        self._rows = 1
-        self._waiting = 0  # requests
+        self._rows, self._waiting = 1, 0  # of the last round; requests
         self._behind: dict[str, int] = {}  # tokens that the drafter has not read; unknown ones: all of the text
         self._answers = Answers()
         self._missing = 0  # tokens that the drafter has to read if the next round drafts
@@ -183,8 +183,10 @@ class AdaptiveController:
             self._pace.append((emitted, seconds))
             self._rows = first.rows
         self._drafting.tick()
+        if (self._looked or self._asked) and not paid and not first.prefill:
+            first = replace(first, draft_seconds=self._asking.usual(first.draft_seconds, paid=bool(self._asked)))
         if self._looked and not paid and not self._asked:
-            self._looked_for(rounds, drafted=drafted)
+            self._looked_for(first, rounds, drafted=drafted)
         if paid:
             self._rest.end(pays=True in self._pays)
             level = all(self._behind.get(r.sequence, self.NEAR + 1) <= self.NEAR for r in paid)
@@ -201,7 +203,10 @@ class AdaptiveController:
             self._in_vain(first)
         elif not drafted or not first.prefill:
             each = emitted / len(rounds)
-            self._account.drafted(self._cost(first, paid, probe), each) if drafted else self._account.plain()
+            if drafted:
+                self._account.drafted(*self._cost(first, paid, probe), tokens=each, paid=bool(paid))
+            else:
+                self._account.plain(checking=self._checking)
             for of_paid, probes in self._probes.items():
                 guesses = [held[0] for _, strength, held in kinds if held and (strength == PAID) is of_paid]
                 probes.add(guesses, probe=of_paid not in self._pays)
@@ -247,9 +252,8 @@ class AdaptiveController:
 
     # -- learning
 
-    def _looked_for(self, rounds: Sequence[Round], *, drafted: bool) -> None:
+    def _looked_for(self, first: Round, rounds: Sequence[Round], *, drafted: bool) -> None:
         """Free guesses were asked for: what that took, and what those brought that were verified."""
-        first = rounds[0]
         forwards = self._costs.forwards(first.rows, self._costs.width(first))
         if first.prefill or not forwards:
             return
@@ -263,22 +267,22 @@ class AdaptiveController:
     def _in_vain(self, first: Round) -> None:
         """Drafts were asked for that cost time, and there is none: lost as by guesses that fail."""
         table, failed = self._costs.table(first.rows), [False] * len(self._asked)
-        self._account.drafted(1 + first.draft_seconds / table[0][1] if table else 1.0, 1.0)
+        self._account.drafted(1 + first.draft_seconds / table[0][1] if table else 1.0, tokens=1.0, paid=True)
         self._probes[True].add(failed, probe=True)
         self._probes[False].add((), probe=True)
 
-    def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> float:
-        """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock."""
+    def _cost(self, first: Round, paid: Sequence[Round], probe: bool) -> tuple[float, float]:
+        """What a round with drafts cost, in plain rounds: by what such rounds take, not by this one's clock. And what
+        the drafter's reading cost, as far as it is paid out of what may be lost."""
         forwards = self._costs.forwards(first.rows, self._costs.width(first))
         if not forwards:
-            return 0.0
+            return 0.0, 0.0
         start, step = self._drafting.doubted(first.rows) if paid else (0.0, 0.0)
         seconds = forwards[-1] + start + step * (first.width - 1)
         if self._ragged and not paid:
             seconds += first.draft_seconds
-        if self._probes[True].tried:
-            seconds += first.catch_up_seconds * (1.0 if probe else self._again)
-        return (seconds + self._beginning) / forwards[0]
+        reading = first.catch_up_seconds * (1.0 if probe else self._again) * self._probes[True].tried
+        return (seconds + self._beginning) / forwards[0], reading / forwards[0]
 
     # -- deciding
 
@@ -308,7 +312,7 @@ class AdaptiveController:
         speeds = [t / each for t, each in zip(tokens, times, strict=True)]
         guarded = rows > 1 and not self._waiting
         if guarded:
-            slowest = choices.lagging(self._apart(views, paid=paid))
+            slowest = choices.lagging(self._acceptance.apart([view.id for view in views], paid=paid))
             loss = [max(0.0, 1 - each * times[0] / time) for each, time in zip(slowest, times, strict=True)]
             speeds = [speed - self.GUARD * lost * speeds[0] for speed, lost in zip(speeds, loss, strict=True)]
         if self._lengths is not None:
@@ -324,7 +328,8 @@ class AdaptiveController:
         # What it read once and missed since was its own doing, and is paid out of what may be lost.
         wins = best and (1 / speeds[0] - 1 / speeds[best]) * left > surely * once
         self._price = max(0.0, reading * self._again / times[0] - self._account.ALLOWANCE) if wins else inf
-        if self._account.room > self._price:
+        # What reading took is lost whatever comes now: while drafts win, it is won back by going on.
+        if self._account.room > self._price or (wins and not once and self._account.wins(paid=paid)):
             self._why = _PAYS
             self._pays.add(paid)
             found = choices.lengths(best)
@@ -362,7 +367,7 @@ class AdaptiveController:
         rows, paid = len(chances), start + step > 0
         probes, lag = self._probes[paid], 0.0
         if guarded and paid:
-            slowest = choices.lagging(self._apart(views, paid=True))
+            slowest = choices.lagging(self._acceptance.apart([view.id for view in views]))
             lag = (choices.tokens[1] / rows - slowest[1]) * self.GUARD / (1 + self.GUARD)
         if paid:
             start, step = self._drafting.doubted(rows)
@@ -378,10 +383,6 @@ class AdaptiveController:
             return [0] * rows
         self._why = max(self._why, _PROBE)
         return choices.lengths(1)
-
-    def _apart(self, views: Sequence[DraftView], *, paid: bool) -> float:
-        """How far rows really differ: own records of guesses that cost time may do so by chance."""
-        return self._acceptance.apart([view.id for view in views]) if paid else 1.0
 
     def _say(self, figures: Figures | str | None) -> None:
         before, self._figures = self._figures, figures

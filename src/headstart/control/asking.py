@@ -10,7 +10,10 @@ than guesses can win there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+
+from .costs import low
 
 __all__ = ["Asking"]
 
@@ -23,11 +26,21 @@ class Asking:
     FEW = 8.0  # rounds: with fewer of them nothing is known
     FREE = 0.004  # of a round: what takes less is always asked for
     SHORTEST, LONGEST = 3, 48  # rounds without asking, one after the other
+    STALL = (
+        3.0  # times what asking usually takes, that it may have taken: one stall must not count for hundreds of rounds
+    )
 
     def __init__(self) -> None:
         self._took = self._brought = self._rounds = 0.0  # of late, in plain rounds; and the rounds that asked
         self._length = self.SHORTEST
         self._left, self._whose = 0, tuple[str, ...]()
+        self._seconds = {paid: deque[float](maxlen=9) for paid in (True, False)}
+
+    def usual(self, seconds: float, *, paid: bool) -> float:
+        """What is to be counted of what asking took now. ``paid``: in vain, of a drafter whose tokens cost time."""
+        seen = self._seconds[paid]
+        seen.append(seconds)
+        return min(seconds, self.STALL * low(seen))
 
     @property
     def pays(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -50,10 +51,16 @@ class _Cell:
         self.seen: deque[float] = deque(maxlen=self.WINDOW)
         self.value = 0.0
         self.last = 0  # when it was last measured
+        self._when: deque[int] = deque(maxlen=self.WINDOW)  # the same of all that count
 
     def add(self, seconds: float, clock: int) -> None:
         self.seen.append(seconds)
+        self._when.append(clock)
         self.value, self.last = self._low(), clock
+
+    def newer(self, other: _Cell) -> bool:
+        """Is all that it rests on newer than what the other one rests on, and more than a moment's?"""
+        return len(self._when) == self.WINDOW and self._when[0] > other.last
 
     def _low(self) -> float:
         found, lowest = low(self.seen), min(self.seen)
@@ -83,9 +90,17 @@ class _TokenCost:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)  # tokens more than in a plain round, seconds
+        self._when: deque[int] = deque(maxlen=self.WINDOW)
 
-    def add(self, more: int, seconds: float) -> None:
+    def add(self, more: int, seconds: float, clock: int) -> None:
         self._seen.append((more, seconds))
+        self._when.append(clock)
+
+    def forget(self, before: int) -> None:
+        """It may have been a bad moment, and while that rules drafts out few rounds say otherwise."""
+        while self._when and self._when[0] < before:
+            self._when.popleft()
+            self._seen.popleft()
 
     def __bool__(self) -> bool:
         return len(self._seen) >= self.FEW
@@ -100,8 +115,7 @@ class _TokenCost:
     def scale(self, last: int, by: float) -> None:
         """The last so many measurements turn out to be others."""
         old = len(self._seen) - min(last, len(self._seen))
-        found = ((more, s * by if i >= old else s) for i, (more, s) in enumerate(self._seen))
-        self._seen = deque(found, maxlen=self.WINDOW)
+        self._seen = deque(((n, s * by if i >= old else s) for i, (n, s) in enumerate(self._seen)), maxlen=self.WINDOW)
 
 
 class Costs:
@@ -115,7 +129,6 @@ class Costs:
     """
 
     UNSEEN = 0.93  # what a width that was never measured may cost of what its neighbours say: so it is tried
-
     FURTHEST = 4.0  # times faster or slower that the machine may seem to be at once
     FOLLOWED = 7  # rounds: the machine's speed changed where two thirds of them are off by more than ``LARGE``,
     LARGE = 0.25
@@ -125,6 +138,7 @@ class Costs:
     FAR = 1e6  # times faster or slower than at the start: then the level is taken into the measurements
     AT_LEAST = 0.5  # of what a token more is thought to cost, that each width costs more;
     ALONE = 0.9  # where it was measured a few times only
+    FORGOTTEN = 2 * LIFETIME  # rounds after which a measurement counts for nothing
     TRUSTED = 4  # measurements of a width, with which it is believed that it costs far more than supposed
 
     def __init__(self, measured: CostModel | None = None, *, ragged: bool = False) -> None:
@@ -138,6 +152,7 @@ class Costs:
         self._switches: deque[float] = deque([0.0], maxlen=7)
         self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
         self._read: tuple[int, float] | None = None  # tokens and seconds of the forward that read prompts fastest
+        self._unsure: set[int] = set()  # rows whose wide rounds became dearer, while no plain one said so
         self._clock = 0
         self._drafted = False
         self.level = 1.0
@@ -156,6 +171,8 @@ class Costs:
         if changed and width == 1 and not self.timed(rows):
             return  # drafting has just ended: the next one is what others are compared with
         cells = self._cells.setdefault(like(rows), {})
+        if width in cells and width == 1 and like(rows) in self._unsure:
+            self._only_wide(seconds / self.level / cells[1].value, like(rows))
         cell = cells.setdefault(width, _Cell())
         if len(cell.seen) >= 3:
             if changed and not self.ragged:  # where rows differ in width, nothing is captured or launched ahead
@@ -169,10 +186,18 @@ class Costs:
             self._follow(seconds / self.level / median(cell.seen), like(rows), width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
         if self.ragged and width > 1:
-            self._tokens.setdefault(like(rows), _TokenCost()).add(width - 1, seconds / self.level)
-        for wide, old in cells.items():
-            if wide > 1 and old.last < self._clock - LIFETIME:
-                old.doubt()
+            self._tokens.setdefault(like(rows), _TokenCost()).add(width - 1, seconds / self.level, self._clock)
+        self._doubt_old(like(rows))
+
+    def _doubt_old(self, rows: int) -> None:
+        """What is old counts for little, then for nothing: nothing else ends a bad moment that rules drafts out."""
+        cells, since = self._cells[rows], self._clock - LIFETIME
+        for width in [width for width, cell in cells.items() if width > 1 and cell.last < since]:
+            cells[width].doubt()
+            if cells[width].last < self._clock - self.FORGOTTEN:
+                del cells[width]
+        if rows in self._tokens:
+            self._tokens[rows].forget(since)
 
     def _follow(self, ratio: float, rows: int, width: int) -> None:
         """Most of the last rounds took longer than they used to, or less long: so does everything now. On a noisy
@@ -187,6 +212,8 @@ class Costs:
             if ordered[last // 3] > 1 + change or ordered[-1 - last // 3] < 1 / (1 + change):
                 middle = min(max(median(ordered), 1 / self.FURTHEST), self.FURTHEST)
                 self.level *= middle
+                if middle > 1 and not any(w == 1 and ratio > 1 + change for ratio, w in recent):
+                    self._unsure.add(rows)
                 cells = self._cells[rows]
                 for each, times in Counter(w for _, w in recent).items():
                     if each in cells:
@@ -195,6 +222,18 @@ class Costs:
                     self._tokens[rows].scale(sum(w > 1 for _, w in recent), 1 / middle)
                 self._ratios.clear()
                 return
+
+    def _only_wide(self, ratio: float, rows: int) -> None:
+        """A plain round takes so many times what it should: if far less, only wide rounds became slower."""
+        self._unsure.discard(rows)
+        if ratio > 1 / (1 + self.LARGE):
+            return
+        self.level *= ratio
+        for width, cell in self._cells[rows].items():
+            cell.scale(len(cell.seen) * (width > 1), 1 / ratio)
+        if rows in self._tokens:
+            self._tokens[rows].scale(_TokenCost.WINDOW, 1 / ratio)
+        self._ratios.clear()
 
     def settle(self) -> float:
         """Where the level has gone far, take it into the measurements. What is kept elsewhere relative to the level
@@ -246,11 +285,12 @@ class Costs:
         return any(known >= like(rows) and 1 in cells and cells[1].seen for known, cells in self._cells.items())
 
     def doubtful(self, rows: int) -> bool:
-        """Was a plain round timed once only, and took no less than wider ones do? If it was slow, all drafts look fast,
-        and while they are made it is not timed again."""
+        """Was a plain round timed once, and took no less than wider ones, or did these become dearer since? Drafts may
+        only look fast then, and while they are made it is not timed again."""
         cells = self._cells.get(like(rows), {})
         wider = [cell.value for width, cell in cells.items() if width > 1 and len(cell.seen) > 1]
-        return bool(wider) and 1 in cells and len(cells[1].seen) == 1 and cells[1].value >= min(wider)
+        once = 1 in cells and len(cells[1].seen) == 1 and cells[1].value >= min(wider, default=inf)
+        return once or like(rows) in self._unsure
 
     def table(self, rows: int) -> list[Point]:
         """(width, seconds, measurements), by width, for this number of rows or the measured one nearest to it; empty if
@@ -324,19 +364,23 @@ class Costs:
         # A plain round takes no longer than any wider one. What says otherwise was timed in a bad moment, and must not
         # make useless drafts look fast: while they are made, plain rounds are not timed again. Between wider ones there
         # may be holes (kernels for five tokens that beat those for four).
-        lowest = min(seconds for _, seconds, _ in points)
+        outdated = {width for width, cell in own.items() if own[1].newer(cell)}  # itself measured in a bad moment, then
+        lowest = min(seconds for width, seconds, _ in points if width not in outdated)
         step = self._supposed(rows, lowest * self.level) / self.level
         most, start = 2 * step, lowest * (1.15 if self._measured is None else 1.05)
-        # A token more is little beside what rounds scatter by: what all of them say of it counts, too.
-        least, token = 0.0, 0.0
-        if self.ragged:
-            least = self.AT_LEAST * (max(0.0, slope(points)) if len(points) > 2 else step)
-            token = self._token(rows, lowest) if rows > 1 else 0.0  # the few widths of one row are seen often
-        found = [(1, lowest, points[0][2])]
+        believed = [(1, lowest, points[0][2])]
         for width, seconds, times in points[1:]:
-            believed = seconds if times >= self.TRUSTED else min(seconds, start + most * (width - 1))
+            seconds = seconds if times >= self.TRUSTED else min(seconds, start + most * (width - 1))
+            believed.append((width, max(seconds, lowest), times))
+        if not self.ragged:
+            return believed
+        # A token more is little beside what rounds scatter by: what all of them say of it counts, too.
+        least = self.AT_LEAST * (max(0.0, slope(believed)) if len(believed) > 2 else step)
+        token = self._token(rows, lowest) if rows > 1 else 0.0  # the few widths of one row are seen often
+        found = believed[:1]
+        for width, seconds, times in believed[1:]:
             by_all = max(least, token * (self.ALONE if times < self.TRUSTED else self.AT_LEAST))
-            found.append((width, max(believed, lowest + by_all * (width - 1)), times))
+            found.append((width, max(seconds, lowest + by_all * (width - 1)), times))
         return found
 
 

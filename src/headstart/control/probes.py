@@ -16,28 +16,37 @@ class Account:
     ALLOWANCE = 1.5  # rounds that may be lost, and of all rounds:
     SHARE, LATER, EARLY = 0.008, 0.018, 256.0  # the share of the first EARLY ones, and of those after them
     WON = 2.0  # rounds of what drafts gained are kept for when they lose
+    STREAK = 0.8  # of what rounds won is kept for the next one, to see whether drafts win
     OWED = 2.0  # rounds at most that asking for guesses took, which is paid out of what drafts gain
 
     def __init__(self) -> None:
         self._lost = self._owed = 0.0
         self._rounds = 0.0
+        self._won, self._paid = 0.0, False  # by drafts of late, in rounds that follow each other; of which kind
 
-    def plain(self) -> None:
-        """A round without a draft went by."""
+    def plain(self, *, checking: bool = False) -> None:
+        """A round without a draft went by. ``checking``: between drafted ones, to see what it takes."""
         self._rounds += 1
+        self._won *= checking
 
     def asked(self, took: float) -> None:
         """A round without a draft, for which guesses were asked: that took so much of a plain round."""
         self._owed = min(self._owed + took, self.OWED)
 
-    def drafted(self, cost: float, tokens: float) -> None:
-        """A round with drafts: what it cost, in plain rounds, and the tokens that it gave a row. What was won pays for
-        a few rounds that lose, not for many."""
-        lost = cost - tokens
-        paid = min(self._owed, max(0.0, -lost))
-        self._owed -= paid
-        self._rounds += cost
-        self._lost = max(-self.WON, self._lost + lost + paid)
+    def drafted(self, cost: float, reading: float = 0.0, *, tokens: float, paid: bool = False) -> None:
+        """A round with drafts: what it cost, in plain rounds, and what the drafter's reading before it; the tokens that
+        it gave a row. What was won pays for a few rounds that lose, not for many."""
+        before = self._won if paid is self._paid else 0.0
+        self._won, self._paid = min(self.STREAK * before + tokens - cost, 1.0), paid
+        lost = cost + reading - tokens
+        owed = min(self._owed, max(0.0, -lost))
+        self._owed -= owed
+        self._rounds += cost + reading
+        self._lost = max(-self.WON, self._lost + lost + owed)
+
+    def wins(self, *, paid: bool) -> bool:
+        """Did the last rounds draft, guesses of this kind, and win?"""
+        return self._won > 0 and self._paid is paid
 
     @property
     def room(self) -> float:
