@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 
 from headstart.control.costs import LIFETIME, Costs
-from headstart.control.draft_costs import DraftSeconds
-from headstart.maths.cost import slope
+from headstart.control.draft_costs import DraftCosts, DraftSeconds
+from headstart.maths.cost import CostModel, slope
 
 
 def test_start_and_step_are_told_apart() -> None:
@@ -227,3 +227,30 @@ def test_wide_rounds_that_become_dearer_are_no_slower_machine(ragged: bool) -> N
     assert not costs.doubtful(8)
     assert costs.forwards(8, 9)[0] == pytest.approx(0.0075, rel=0.05)
     assert costs.forwards(8, 9)[8] == pytest.approx(0.020, rel=0.05)
+
+
+@pytest.mark.parametrize(("begins", "change"), [("before", 1.45), ("behind", 1.45), ("before", 0.7), ("behind", 0.7)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_machine_changes_while_a_width_is_measured_for_the_first_time(
+    begins: str, change: float, ragged: bool
+) -> None:
+    """Plain rounds tell of the change only when they are timed again: what was measured meanwhile may be from before it
+    or behind it, which is told by what it should cost. Drafts of these rounds alike."""
+    costs, plain, rng = Costs(CostModel(c=0.3, v={1: 1.0, 2: 1.04, 4: 1.1}), ragged=ragged), 0.020, random.Random(1)
+    drafting = DraftCosts(costs, None, 0.3)
+
+    def rounds(count: int, width: int, speed: float) -> None:
+        for _ in range(count):
+            noise = 1 + 0.01 * rng.random()
+            costs.add(1, width, plain * speed * (1.04 if width > 1 else 1.0) * noise)
+            drafting.tick()
+            if width > 1:
+                drafting.add(1, width - 1, 0.3 * plain * speed * noise, 0.0, level=True, missing=0)
+
+    rounds(20, 1, 1.0)
+    rounds(8, 2, change if begins == "before" else 1.0)
+    rounds(12, 1, change)
+    found = {width: seconds for width, seconds, _ in costs.table(1)}
+    assert found[1] == pytest.approx(plain * change, rel=0.05)
+    assert found[2] / found[1] == pytest.approx(1.04, abs=0.05)
+    assert drafting.line(1)[1] / found[1] == pytest.approx(0.3, abs=0.03)

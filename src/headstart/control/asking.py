@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from .costs import low
+from .measurements import low
 
 __all__ = ["Asking"]
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from math import inf
+from math import inf, log
 from statistics import median
 from typing import NamedTuple
 
 from ..maths.cost import CostModel, Point, by_width, slope
 from ..types import Round
+from .measurements import Cell, TokenCost
 
-__all__ = ["LIFETIME", "Beliefs", "Costs", "like", "low", "nearest"]
+__all__ = ["LIFETIME", "Beliefs", "Costs", "like", "nearest"]
 
 LIFETIME = 200  # rounds after which a measurement counts for little, so that a bad moment rules nothing out for good
-
-
-def low(seen: Sequence[float]) -> float:
-    """The lower third of these."""
-    return sorted(seen)[(len(seen) - 1) // 3]
 
 
 def nearest(known: Iterable[int], rows: int) -> int | None:
@@ -38,84 +33,6 @@ class Beliefs(NamedTuple):
     forwards: Sequence[float] = ()  # seconds of a round without drafting, of width 1, 2 ... tokens a row; or empty
     draft: float = 0.0  # seconds that any draft takes
     step: float = 0.0  # and more for each of its tokens
-
-
-class _Cell:
-    """The last measurements of one kind of round. Other work on the machine only ever slows a round down, so the value
-    is a low one of them, but not the lowest where there are many: only where that is far below, so that most of them
-    seem to be disturbed."""
-
-    WINDOW, FAR = 9, 1.35
-
-    def __init__(self) -> None:
-        self.seen: deque[float] = deque(maxlen=self.WINDOW)
-        self.value = 0.0
-        self.last = 0  # when it was last measured
-        self._when: deque[int] = deque(maxlen=self.WINDOW)  # the same of all that count
-
-    def add(self, seconds: float, clock: int) -> None:
-        self.seen.append(seconds)
-        self._when.append(clock)
-        self.value, self.last = self._low(), clock
-
-    def newer(self, other: _Cell) -> bool:
-        """Is all that it rests on newer than what the other one rests on, and more than a moment's?"""
-        return len(self._when) == self.WINDOW and self._when[0] > other.last
-
-    def _low(self) -> float:
-        found, lowest = low(self.seen), min(self.seen)
-        return lowest if lowest * self.FAR < found else found
-
-    def doubt(self) -> None:
-        """Little is left of it: of measurements in a bad moment the lowest one is the best."""
-        if len(self.seen) > 2:
-            self.value = min(self.seen)
-            self.seen = deque([self.value] * 2, maxlen=self.WINDOW)
-
-    def scale(self, last: int, by: float) -> None:
-        """The last so many measurements turn out to be others."""
-        old = len(self.seen) - min(last, len(self.seen))
-        self.seen = deque([s * by if i >= old else s for i, s in enumerate(self.seen)], maxlen=self.WINDOW)
-        self.value = self._low()
-
-
-class _TokenCost:
-    """What a token more takes in rounds whose rows differ in width.
-
-    There are many widths, each is seen seldom, and what is chosen is what looks cheapest of many noisy measurements: so
-    it takes longer than it looks. All widths together say what a token takes.
-    """
-
-    WINDOW, FEW = 32, 9  # rounds: the last ones that count, and too few to tell
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)  # tokens more than in a plain round, seconds
-        self._when: deque[int] = deque(maxlen=self.WINDOW)
-
-    def add(self, more: int, seconds: float, clock: int) -> None:
-        self._seen.append((more, seconds))
-        self._when.append(clock)
-
-    def forget(self, before: int) -> None:
-        """It may have been a bad moment, and while that rules drafts out few rounds say otherwise."""
-        while self._when and self._when[0] < before:
-            self._when.popleft()
-            self._seen.popleft()
-
-    def __bool__(self) -> bool:
-        return len(self._seen) >= self.FEW
-
-    def over(self, plain: float) -> float:
-        """Over plain rounds of so many seconds: the middle one, by tokens."""
-        each = sorted(((seconds - plain) / more, more) for more, seconds in self._seen)
-        half = sum(more for more, _ in self._seen) / 2
-        reached = accumulate(more for _, more in each)
-        return max(0.0, next(cost for (cost, _), tokens in zip(each, reached, strict=True) if tokens >= half))
-
-    def scale(self, last: int, by: float) -> None:
-        """The last so many measurements turn out to be others."""
-        old = len(self._seen) - min(last, len(self._seen))
-        self._seen = deque(((n, s * by if i >= old else s) for i, (n, s) in enumerate(self._seen)), maxlen=self.WINDOW)
 
 
 class Costs:
@@ -146,12 +63,13 @@ class Costs:
         differ in width. Then a width here is one and all drafted tokens of the round; else those of the widest row."""
         self._measured, self.ragged = measured, ragged
         self._wider: dict[int, float] = {}  # by rows: what a token more a row costs by it, in plain rounds
-        self._cells: dict[int, dict[int, _Cell]] = {}
-        self._tokens: dict[int, _TokenCost] = {}  # by rows; ragged only
+        self._cells: dict[int, dict[int, Cell]] = {}
+        self._tokens: dict[int, TokenCost] = {}  # by rows; ragged only
         self._ratios: deque[tuple[float, int]] = deque(maxlen=2 * self.FOLLOWED)  # to what was expected, and the width
         self._switches: deque[float] = deque([0.0], maxlen=7)
         self._tables: dict[int, list[Point]] = {}  # what ``table`` said since the last measurement
         self._read: tuple[int, float] | None = None  # tokens and seconds of the forward that read prompts fastest
+        self._misjudged = 0, 1.0  # the last so many rounds were measured at another speed of the machine than believed
         self._unsure: set[int] = set()  # rows whose wide rounds became dearer, while no plain one said so
         self._clock = 0
         self._drafted = False
@@ -173,7 +91,7 @@ class Costs:
         cells = self._cells.setdefault(like(rows), {})
         if width in cells and width == 1 and like(rows) in self._unsure:
             self._only_wide(seconds / self.level / cells[1].value, like(rows))
-        cell = cells.setdefault(width, _Cell())
+        cell = cells.setdefault(width, Cell())
         if len(cell.seen) >= 3:
             if changed and not self.ragged:  # where rows differ in width, nothing is captured or launched ahead
                 # Over a usual round of this width, and less than that counts, too: what only ever adds up would be
@@ -186,7 +104,7 @@ class Costs:
             self._follow(seconds / self.level / median(cell.seen), like(rows), width)
         cell.add(max(seconds, 1e-9) / self.level, self._clock)
         if self.ragged and width > 1:
-            self._tokens.setdefault(like(rows), _TokenCost()).add(width - 1, seconds / self.level, self._clock)
+            self._tokens.setdefault(like(rows), TokenCost()).add(width - 1, seconds / self.level, self._clock)
         self._doubt_old(like(rows))
 
     def _doubt_old(self, rows: int) -> None:
@@ -214,14 +132,44 @@ class Costs:
                 self.level *= middle
                 if middle > 1 and not any(w == 1 and ratio > 1 + change for ratio, w in recent):
                     self._unsure.add(rows)
-                cells = self._cells[rows]
-                for each, times in Counter(w for _, w in recent).items():
-                    if each in cells:
-                        cells[each].scale(times, 1 / middle)
-                if rows in self._tokens:
-                    self._tokens[rows].scale(sum(w > 1 for _, w in recent), 1 / middle)
+                self._take_over(rows, width, middle, recent)
                 self._ratios.clear()
                 return
+
+    def _take_over(self, rows: int, width: int, change: float, recent: Sequence[tuple[float, int]]) -> None:
+        """The level changed: what was measured since is not what it was taken for. ``width``: the round's, which is not
+        among the measurements yet."""
+        cells = self._cells[rows]
+        times = Counter(w for _, w in recent) - Counter([width])
+        slow = {w: n - (w == width) for w, n in Counter(w for r, w in recent if log(r) / log(change) > 0.5).items()}
+        since = max((cells[w].before(n) for w, n in slow.items() if w in cells), default=self._clock)
+        for each in slow.keys() & cells.keys():
+            cells[each].scale(times[each], 1 / change)
+        late = [w for w in cells.keys() - slow.keys() if w > 1 and self._measured_since(rows, w, since, change)]
+        for each in cells.keys() - slow.keys():
+            cells[each].scale(len(cells[each].seen) if each in late else times[each], 1 / change)
+        if late:
+            self._misjudged = self._clock - since, 1 / change
+        if rows in self._tokens:
+            tokens, wide = self._tokens[rows], sum(w > 1 for _, w in recent)
+            tokens.scale(tokens.since(since) if late else wide, 1 / change)
+
+    def _measured_since(self, rows: int, width: int, since: int, change: float) -> bool:
+        """The machine's speed changed at some time after ``since``, as is seen on other widths. Was this one, which was
+        not measured before, measured at the new speed? So it was if it then costs more nearly what it should."""
+        cells = self._cells[rows]
+        if 1 not in cells or not cells[width].since(since):
+            return False
+        plain = cells[1].value
+        expected = plain + self._supposed(rows, plain * self.level) / self.level * (width - 1)
+        off = cells[width].value / expected
+        return abs(log(off / change)) < abs(log(off))
+
+    def misjudged(self) -> tuple[int, float]:
+        """The last so many rounds turned out to be measured at another speed than was believed; what is kept elsewhere
+        of them, relative to the level, must be multiplied by the second. Told once."""
+        found, self._misjudged = self._misjudged, (0, 1.0)
+        return found
 
     def _only_wide(self, ratio: float, rows: int) -> None:
         """A plain round takes so many times what it should: if far less, only wide rounds became slower."""
@@ -232,7 +180,7 @@ class Costs:
         for width, cell in self._cells[rows].items():
             cell.scale(len(cell.seen) * (width > 1), 1 / ratio)
         if rows in self._tokens:
-            self._tokens[rows].scale(_TokenCost.WINDOW, 1 / ratio)
+            self._tokens[rows].scale(TokenCost.WINDOW, 1 / ratio)
         self._ratios.clear()
 
     def settle(self) -> float:
@@ -244,7 +192,7 @@ class Costs:
         for cell in (cell for cells in self._cells.values() for cell in cells.values()):
             cell.scale(len(cell.seen), by)
         for token in self._tokens.values():
-            token.scale(_TokenCost.WINDOW, by)
+            token.scale(TokenCost.WINDOW, by)
         self._switches = deque((seconds * by for seconds in self._switches), maxlen=self._switches.maxlen)
         if self._read is not None:
             self._read = self._read[0], self._read[1] * by
@@ -384,7 +332,7 @@ class Costs:
         return found
 
 
-def _seen(cells: dict[int, _Cell]) -> dict[int, _Cell]:
+def _seen(cells: dict[int, Cell]) -> dict[int, Cell]:
     """Those that count."""
     return {width: cell for width, cell in cells.items() if width == 1 or len(cell.seen) > 1}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 from ..maths.cost import Forecast, start_and_step
-from .costs import LIFETIME, Costs, like, low, nearest
+from .costs import LIFETIME, Costs, like, nearest
+from .measurements import low
 
 __all__ = ["DraftCosts", "DraftSeconds"]
 
@@ -35,11 +36,13 @@ class DraftSeconds:
         seen.append((tokens, seconds, self._clock))
         self._lines.pop(rows, None)
 
-    def scale(self, by: float) -> None:
-        """All measurements turn out to be others."""
+    def scale(self, by: float, last: int | None = None) -> None:
+        """All measurements turn out to be others, or those of the last so many rounds."""
+        since = self._clock - last if last is not None else -1
         if by != 1.0:
             for rows, seen in self._seen.items():
-                self._seen[rows] = deque(((n, seconds * by, when) for n, seconds, when in seen), maxlen=self.WINDOW)
+                scaled = ((n, seconds * by if when > since else seconds, when) for n, seconds, when in seen)
+                self._seen[rows] = deque(scaled, maxlen=self.WINDOW)
             self._lines.clear()
 
     def tick(self) -> None:
@@ -95,6 +98,8 @@ class DraftCosts:
 
     def tick(self) -> None:
         """A round went by."""
+        rounds, by = self._costs.misjudged()
+        self._seen.scale(by, rounds)
         self._seen.scale(self._costs.settle())
         self._seen.tick()
 

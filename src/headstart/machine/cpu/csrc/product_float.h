@@ -95,15 +95,16 @@ HS_INLINE void float_product_of_one(const uint8_t* data, size_t stride, int inpu
 // once for all of them.
 template <int KIND>
 void run_floats(const Matrix& m, int first, int count, const Inputs& in, int tokens, vf* out) {
+    constexpr int alone = !ZEN5 ? 0 : KIND == FLOAT ? 16 : 5;  // tokens up to which tiles are one stream, see ``one_stream``
     const size_t stride = m.tile_bytes();
     for (int i = 0; i < count;) {
         const uint8_t* p = m.tile(first + i);
         vf* to = out + (size_t)i * tokens;
-        if (tokens == 1 && (ZEN5 || count - i < 2))
+        if (tokens == 1 && alone)
             float_product_of_one<KIND, 1>(p, stride, m.inputs, in, to), i += 1;
         else if (tokens == 1 && count - i >= 4)
             float_product_of_one<KIND, 4>(p, stride, m.inputs, in, to), i += 4;
-        else if (count - i >= 2 && (FLOAT_SUMS > 6 || tokens <= 2))
+        else if (count - i >= 2 && (FLOAT_SUMS > 6 || tokens <= 2) && tokens > alone)
             float_product<KIND, 2>(p, stride, m.inputs, in, tokens, to), i += 2;
         else
             float_product<KIND, 1>(p, stride, m.inputs, in, tokens, to), i += 1;
