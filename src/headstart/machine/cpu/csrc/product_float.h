@@ -33,6 +33,53 @@ HS_INLINE vf held(vf v) {
     return v;
 }
 
+#if defined(__AVX512F__)
+// x[at * apart + FROM] in all lanes, said plainly: compilers keep an address for every token, and find no room for them.
+template <int FROM> HS_INLINE vf in_all_lanes(int at, const float* x, size_t apart, size_t thrice) {
+    vf v;
+    constexpr int bytes = FROM * (int)sizeof(float);
+    if (at == 0) __asm__("vbroadcastss %c2(%1), %0" : "=v"(v) : "r"(x), "i"(bytes), "m"(*x));
+    if (at == 1) __asm__("vbroadcastss %c2(%1,%4), %0" : "=v"(v) : "r"(x), "i"(bytes), "m"(*x), "r"(apart));
+    if (at == 2) __asm__("vbroadcastss %c2(%1,%4,2), %0" : "=v"(v) : "r"(x), "i"(bytes), "m"(*x), "r"(apart));
+    if (at == 3) __asm__("vbroadcastss %c2(%1,%4), %0" : "=v"(v) : "r"(x), "i"(bytes), "m"(*x), "r"(thrice));
+    return v;
+}
+
+template <int KIND, int W, int T, int FROM>
+HS_INLINE void add_input(const uint8_t* data, size_t stride, const float* const* x, size_t apart, size_t thrice, vf (*sums)[T]) {
+    vf weight[W];
+    for (int w = 0; w < W; w++) {
+        weight[w] = exact_weights<KIND>(data + stride * w, FROM);
+        __asm__("" : "+v"(weight[w]));
+    }
+#pragma GCC unroll 24
+    for (int t = 0; t < T; t++) {
+        const vf number = in_all_lanes<FROM>(t % 4, x[t / 4], apart, thrice);
+        for (int w = 0; w < W; w++) sums[w][t] = fma(weight[w], number, sums[w][t]);
+    }
+}
+
+template <int KIND, int W, int T, bool ASK>
+HS_INLINE void add_panel(const uint8_t* data, size_t stride, int inputs, const float* x, size_t width, vf* out, int apart) {
+    constexpr int line = KIND == FLOAT ? 1 : 2;  // inputs of a cache line
+    const size_t one = sizeof(float) * width, thrice = 3 * one;
+    const float* from[(T + 3) / 4];
+    for (int i = 0; i < (T + 3) / 4; i++) from[i] = x + 4 * width * i;
+    vf sums[W][T];
+    for (int w = 0; w < W; w++)
+        for (int t = 0; t < T; t++) sums[w][t] = load((const float*)(out + w * apart + t));
+#pragma GCC unroll 1
+    for (int k = 0; k < inputs; k += line, data += 64) {
+        for (int w = 0; w < W; w++)
+            if (ASK) __builtin_prefetch(data + stride * w + AHEAD);
+        add_input<KIND, W, T, 0>(data, stride, from, one, thrice, sums);
+        if (line == 2) add_input<KIND, W, T, 1>(data, stride, from, one, thrice, sums);
+        for (int i = 0; i < (T + 3) / 4; i++) from[i] += line;
+    }
+    for (int w = 0; w < W; w++)
+        for (int t = 0; t < T; t++) store((float*)(out + w * apart + t), sums[w][t]);
+}
+#else
 // ``inputs`` inputs of W tiles (``stride`` bytes apart) times T tokens, from ``x`` on (``width`` apart): added to
 // out[w * apart + t]. AHEAD_TOO: the weights behind them are asked for.
 template <int KIND, int W, int T, bool ASK>
@@ -55,6 +102,7 @@ HS_INLINE void add_panel(const uint8_t* data, size_t stride, int inputs, const f
     for (int w = 0; w < W; w++)
         for (int t = 0; t < T; t++) store((float*)(out + w * apart + t), sums[w][t]);
 }
+#endif
 
 // The same for ``tokens`` tokens, 1 .. MOST of them, by a number that the compiler knows.
 template <int KIND, int W, int MOST, bool ASK>
