@@ -76,8 +76,12 @@ def test_a_forwards_share_of_the_peak_counts_each_weight_once_a_token(big: Modul
 def test_a_curve_says_where_it_falls(big: ModuleType) -> None:
     import verify_curve
 
-    rounds = [[1.0 + 0.1 * width for width in range(16)] for _ in range(3)]
-    assert verify_curve.largest_fall(verify_curve.curve(rounds)) == 0.0
-    for line in rounds:
-        line[5] = 1.2  # six tokens, where five took 1.4
-    assert verify_curve.largest_fall(verify_curve.curve(rounds)) == pytest.approx(1 - 1.2 / 1.4)
+    turns = [  # the machine takes twice as long in the second half of each: one token does, too
+        verify_curve.Turn([(1.0 + 0.1 * n) * (1 + n // 8) for n in range(16)], [1.0 + n // 8 for n in range(16)])
+        for _ in range(3)
+    ]
+    assert verify_curve.curve(turns)[16] == pytest.approx(2.5)
+    assert verify_curve.largest_fall(verify_curve.curve(turns)) == 0.0
+    for turn in turns:
+        turn.seconds[5] = 1.2  # six tokens, where five took 1.4
+    assert verify_curve.largest_fall(verify_curve.curve(turns)) == pytest.approx(1 - 1.2 / 1.4)
