@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import write_gguf
 
 from headstart.lab.checkup import doctor as room
 from headstart.lab.checkup import looks
@@ -135,6 +136,17 @@ def test_a_pair_by_its_files(tmp_path: Path) -> None:
     assert "do not run this architecture" in said(found, "slow")
     assert "it does not fit" in said(examined(pair, 1000, gpu=False)[1], "wrong")
     assert facts["draft"]["kind"] == "float32"
+
+
+def test_a_gguf_draft_runs_with_its_own_bits(tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
+    path = str(write_gguf(tmp_path / "d.gguf", model, kind="Q8_0"))
+    facts, found = examined(Asked(path, path), None, gpu=False)
+    assert facts["draft"]["kind"] == "Q8_0"
+    assert facts["draft"]["weights"] == facts["draft"]["bytes"]
+    assert said(found, "fine").count("runs as Q8_0") == 2
+    assert examined(Asked(path, path, dtype="float32"), None, gpu=False)[0]["draft"]["kind"] == "int8"
+    assert examined(Asked(path, path, draft_quantization="int4"), None, gpu=False)[0]["draft"]["kind"] == "int4"
 
 
 def test_files_that_say_nothing(tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ class Outline:
         """In which numbers it would run."""
         if quantization in BYTES:
             return quantization
-        if quantization == "auto" and draft and self.fused and not gpu:
-            return "int8"
         if quantization == "auto" and self.own_bits is not None and dtype == "auto" and self.fused and not gpu:
             return self.own_bits
+        if quantization == "auto" and draft and self.fused and not gpu:
+            return "int8"
         if dtype != "auto":
             return dtype
         return "bfloat16" if gpu or (self.fused and self.own_bits is None) else "float32"
