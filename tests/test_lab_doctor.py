@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gguf_files import write_gguf
 
+from headstart.errors import ModelNotFound
 from headstart.lab.checkup import doctor as room
 from headstart.lab.checkup import looks
 from headstart.lab.checkup.doctor import Asked, doctor
@@ -20,6 +21,7 @@ from headstart.lab.checkup.pair import examined, outline
 from headstart.lab.checkup.record import Checkup, Finding
 from headstart.lab.report.doctor import page
 from headstart.machine.cpu import build
+from headstart.machine.load.faults import check_folder
 from headstart.testing import tiny_model, tiny_tokenizer
 
 WELL = {"version": "2", "cuda_build": None, "threads": 1, "capability": "AVX2", "devices": []}
@@ -179,9 +181,22 @@ def test_files_that_say_nothing(tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "config.json").write_text("{")
     (broken / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60))
-    for source in (str(broken), str(tmp_path / "nowhere"), str(tmp_path / "no.gguf")):
+    for source in (str(tmp_path / "nowhere"), str(tmp_path / "no.gguf")):
         assert "cannot be read" in said(examined(Asked(source, None), None, gpu=False)[1], "wrong")
+    assert "is damaged" in said(examined(Asked(str(broken), None), None, gpu=False)[1], "wrong")
+    broken_too = examined(Asked(str(broken), None), None, gpu=False, torch_works=False)[1]
+    assert "broken cannot be read" in said(broken_too, "wrong")
     assert "fetched from the hub" in said(examined(Asked("someone/unheard-of", None), None, gpu=False)[1], "note")
+
+
+def test_a_folder_without_a_model_is_refused_as_loading_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound) as refused:
+        check_folder(tmp_path)
+    for pair in (Asked(str(tmp_path), None), Asked(None, str(tmp_path))):
+        [found] = examined(pair, None, gpu=False)[1]
+        assert (found.level, found.text) == ("wrong", str(refused.value))
+    [found] = examined(Asked(str(tmp_path), None), None, gpu=False, torch_works=False)[1]
+    assert "holds no model (no config.json)" in found.text
 
 
 # -- the whole

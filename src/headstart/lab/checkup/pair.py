@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import HeadstartError
+from ...errors import HeadstartError, ModelNotFound, ModelRefused
 from ...machine.load.gguf_header import FLOATS, is_gguf, read_header
 from .looks import gigabytes
 from .record import Finding
@@ -84,15 +84,31 @@ class Outline:
         return 2 * self.layers * self.kv_width * (2 if half and kind != "float32" else 4)
 
 
-def outline(source: str) -> Outline | str:
+def outline(source: str, *, torch_works: bool = True) -> Outline | str:
     """What the files say; or, in words, why they say nothing."""
     try:
         path = _found(source)
         if path is None:
             return f"{source} is not on this machine: it would be fetched from the hub when it is first used"
-        return _of_gguf(path) if is_gguf(path) else _of_folder(path)
+        if is_gguf(path):
+            return _of_gguf(path)
+        if path == Path(source).expanduser():  # of what the hub's cache has, parts may be fetched later
+            _check(path, torch_works)
+        return _of_folder(path)
+    except (ModelNotFound, ModelRefused) as error:  # as loading it would say
+        return str(error)
     except (OSError, ValueError, KeyError, TypeError, struct.error, HeadstartError) as error:
         return f"{Path(source).name} cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}"
+
+
+def _check(folder: Path, torch_works: bool) -> None:
+    """Refuse what loading refuses, in its words where torch works."""
+    if torch_works:
+        from ...machine.load.faults import check_folder  # here, for it needs torch
+
+        check_folder(folder)
+    elif not (folder / "config.json").exists():
+        raise FileNotFoundError("it holds no model (no config.json)")
 
 
 def _found(source: str) -> Path | None:
@@ -177,14 +193,14 @@ def examined(
     asked: Asked, free: int | None, gpu: bool, *, torch_works: bool = True
 ) -> tuple[dict[str, Any], list[Finding]]:
     """What the pair takes, and whether it fits. ``free``: bytes where it would run; ``gpu``: that is a GPU.
-    ``torch_works``: else it is not imported, and tokenizers are not read."""
+    ``torch_works``: else nothing that imports it is asked."""
     found: list[Finding] = []
     facts: dict[str, Any] = {"rows": asked.rows, "device": "GPU" if gpu else "CPU", "free": free}
     total, target = 0, None
     for role, source in (("target", asked.model), ("draft", asked.draft)):
         if source is None or source in ("auto", "lookup", "none"):
             continue
-        about = outline(source)
+        about = outline(source, torch_works=torch_works)
         if isinstance(about, str):
             head = role == "draft" and _is_head(source)
             missing = "is not on this machine" in about
