@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from gguf_files import write_gguf
 
 from headstart.drafters.base import Drafter
 from headstart.errors import InvalidParameter
@@ -67,6 +68,28 @@ def test_candidates_come_from_the_registry_and_the_user(monkeypatch: pytest.Monk
     found, _ = candidates("somebody/unheard-of", ["some/draft"], device="cuda")
     assert [one.name for one in found][2:] == ["some/draft", "some/draft (int8)"]
     assert found[2].settings == {"draft_quantization": None}
+
+
+def test_a_gguf_draft_is_a_candidate_with_its_own_bits(tmp_path: Path) -> None:
+    """On a CPU, and first: so it runs where nothing is asked for. The line to run then names no quantization."""
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
+    path = str(write_gguf(tmp_path / "d.gguf", model, kind="Q8_0"))
+
+    def kinds(draft: str = path, device: str = "cpu", **more: Any) -> list[str]:
+        return [one.quantization for one in candidates(None, [draft], device=device, **more)[0] if one.kind == "model"]
+
+    assert kinds() == ["auto", "int8", "int4"]
+    assert kinds(device="cuda") == ["none", "int8"]
+    assert kinds(quantization="int8") == ["int8"]
+    assert kinds(dtype="float32") == ["int8", "int4"]
+    assert kinds(str(write_gguf(tmp_path / "f.gguf", model))) == ["int8", "int4"]
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert kinds(str(tmp_path / "broken.gguf")) == ["int8", "int4"]
+    own = next(one for one in candidates(None, [path], device="cpu")[0] if one.kind == "model")
+    assert own.name == "d.gguf"
+    assert own.settings == {"draft_quantization": "auto"}
+    found = recommended(SystemOptions(model="T"), {"d.gguf": own}, {"d.gguf": outlook("d.gguf", 1.5)}, 1, 0.0)
+    assert found.command == f"headstart serve --model T --draft {path}"
 
 
 def test_without_candidates_the_catalogue_proposes() -> None:
