@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from gguf_files import write_gguf
 
 from headstart.drafters.base import Drafter
 from headstart.errors import InvalidParameter
@@ -67,6 +68,28 @@ def test_candidates_come_from_the_registry_and_the_user(monkeypatch: pytest.Monk
     found, _ = candidates("somebody/unheard-of", ["some/draft"], device="cuda")
     assert [one.name for one in found][2:] == ["some/draft", "some/draft (int8)"]
     assert found[2].settings == {"draft_quantization": None}
+
+
+def test_a_gguf_draft_is_a_candidate_with_its_own_bits(tmp_path: Path) -> None:
+    """On a CPU, and first: so it runs where nothing is asked for. The line to run then names no quantization."""
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
+    path = str(write_gguf(tmp_path / "d.gguf", model, kind="Q8_0"))
+
+    def kinds(draft: str = path, device: str = "cpu", **more: Any) -> list[str]:
+        return [one.quantization for one in candidates(None, [draft], device=device, **more)[0] if one.kind == "model"]
+
+    assert kinds() == ["auto", "int8", "int4"]
+    assert kinds(device="cuda") == ["none", "int8"]
+    assert kinds(quantization="int8") == ["int8"]
+    assert kinds(dtype="float32") == ["int8", "int4"]
+    assert kinds(str(write_gguf(tmp_path / "f.gguf", model))) == ["int8", "int4"]
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert kinds(str(tmp_path / "broken.gguf")) == ["int8", "int4"]
+    own = next(one for one in candidates(None, [path], device="cpu")[0] if one.kind == "model")
+    assert own.name == "d.gguf"
+    assert own.settings == {"draft_quantization": "auto"}
+    found = recommended(SystemOptions(model="T"), {"d.gguf": own}, {"d.gguf": outlook("d.gguf", 1.5)}, 1, 0.0)
+    assert found.command == f"headstart serve --model T --draft {path}"
 
 
 def test_without_candidates_the_catalogue_proposes() -> None:
@@ -159,6 +182,34 @@ def test_what_was_run_counts_more_than_what_was_predicted() -> None:
     assert found.command == "headstart serve --model T --draft b --draft-quantization int8"  # type: ignore[attr-defined]
     assert "1.50 times" in found.sentence  # type: ignore[attr-defined]
     assert recommend(outlook("a", 2.0), outlook("c", 1.9)).candidate == "a"  # type: ignore[attr-defined]
+
+
+def ran(name: str, predicted: float, *sure: float) -> Outlook:
+    """One that was run, with the interval of what came of it."""
+    found = outlook(name, predicted, sure[1])
+    return replace(found, measured={(1, 0.0): Ratio(sure[1], Interval(*sure), None, 4)})
+
+
+def test_a_run_that_may_be_a_loss_does_not_beat_a_better_prediction() -> None:
+    found = recommend(ran("lookup", 1.5, 0.80, 1.19, 1.77), outlook("small", 1.37))
+    assert (found.candidate, found.confirmed) == ("small", False)  # type: ignore[attr-defined]
+    assert "small was not run" in found.sentence  # type: ignore[attr-defined]
+    assert "lookup was run (1.19 times; 90%: 0.80 to 1.77)" in found.sentence  # type: ignore[attr-defined]
+    unsure = recommend(ran("lookup", 1.5, 0.80, 1.19, 1.77), outlook("small", 1.1))
+    assert unsure.candidate == "lookup", "this prediction may be a loss, too"  # type: ignore[attr-defined]
+    both = recommend(ran("a", 1.5, 0.8, 1.3, 1.8), ran("b", 1.5, 1.1, 1.2, 1.3), outlook("small", 1.4))
+    assert (both.candidate, both.confirmed) == ("b", True), "a run that is a gain"  # type: ignore[attr-defined]
+    assert "small, of which more is predicted (1.40 times; 90%: 1.26 to 1.54), was not run" in both.sentence  # type: ignore[attr-defined]
+    assert recommend(ran("a", 1.2, 0.8, 0.9, 1.0), outlook("small", 1.4)).candidate == "small"  # type: ignore[attr-defined]
+
+
+def test_what_was_not_run_is_said() -> None:
+    assert "a was not run" in recommend(outlook("a", 2.0), outlook("c", 1.9)).sentence  # type: ignore[attr-defined]
+    assert "not run" not in recommend(outlook("a", 2.0, 1.5), outlook("c", 1.4)).sentence  # type: ignore[attr-defined]
+    assert recommend(outlook("a", 1.3, 1.02), outlook("c", 1.4)).candidate == "c"  # type: ignore[attr-defined]
+    plain = recommend(outlook("a", 1.3, 0.98), outlook("c", 1.03))
+    assert not plain.speculate  # type: ignore[attr-defined]
+    assert "c, of which more is predicted" in plain.sentence  # type: ignore[attr-defined]
 
 
 def test_where_nothing_pays_it_says_so_in_figures() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import write_gguf
 
+from headstart.errors import ModelNotFound
 from headstart.lab.checkup import doctor as room
 from headstart.lab.checkup import looks
 from headstart.lab.checkup.doctor import Asked, doctor
@@ -19,7 +21,8 @@ from headstart.lab.checkup.pair import examined, outline
 from headstart.lab.checkup.record import Checkup, Finding
 from headstart.lab.report.doctor import page
 from headstart.machine.cpu import build
-from headstart.testing import tiny_model
+from headstart.machine.load.faults import check_folder
+from headstart.testing import tiny_model, tiny_tokenizer
 
 WELL = {"version": "2", "cuda_build": None, "threads": 1, "capability": "AVX2", "devices": []}
 GPU = {"name": "H200", "capability": [9, 0], "free": 10 << 30, "total": 140 << 30}
@@ -137,14 +140,63 @@ def test_a_pair_by_its_files(tmp_path: Path) -> None:
     assert facts["draft"]["kind"] == "float32"
 
 
+def test_a_gguf_draft_runs_with_its_own_bits(tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
+    path = str(write_gguf(tmp_path / "d.gguf", model, kind="Q8_0"))
+    facts, found = examined(Asked(path, path), None, gpu=False)
+    assert facts["draft"]["kind"] == "Q8_0"
+    assert facts["draft"]["weights"] == facts["draft"]["bytes"]
+    assert said(found, "fine").count("runs as Q8_0") == 2
+    assert examined(Asked(path, path, dtype="float32"), None, gpu=False)[0]["draft"]["kind"] == "int8"
+    assert examined(Asked(path, path, draft_quantization="int4"), None, gpu=False)[0]["draft"]["kind"] == "int4"
+
+
+def test_tokens_are_compared(tmp_path: Path) -> None:
+    """Not sizes: models of one tokenizer are padded to several, and of several tokenizers to one."""
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
+    target = str(write_gguf(tmp_path / "t.gguf", model))
+    other = str(write_gguf(tmp_path / "o.gguf", model, special=("<other>",)))
+    wide = tiny_model("llama", hidden_size=64, intermediate_size=64, vocab_size=model.config.vocab_size + 2000)
+    padded = str(write_gguf(tmp_path / "p.gguf", wide, filling=2000))
+    for draft, level, words in (
+        (other, "wrong", "token 95 is '<spare0>' in the one and '<other>' in the other"),
+        (padded, "fine", "the same tokens"),
+        (target, "fine", "the same tokens"),
+    ):
+        found = examined(Asked(target, draft), None, gpu=False)[1]
+        assert words in said(found, level)
+        assert bool(said(found, "wrong")) == (level == "wrong")
+    tiny_model("llama").save_pretrained(tmp_path / "bare")
+    bare = str(tmp_path / "bare")
+    assert "not compared: bare has no tokenizer" in said(examined(Asked(bare, bare), None, gpu=False)[1], "note")
+    tiny_tokenizer().save_pretrained(bare)
+    assert "the same tokens" in said(examined(Asked(bare, bare), None, gpu=False)[1], "fine")
+    broken = examined(Asked(target, padded), None, gpu=False, torch_works=False)[1]
+    assert "not compared: reading tokenizers needs a torch" in said(broken, "wrong")
+    assert "not compared: the target is the embedded" in said(examined(Asked(None, bare), None, gpu=False)[1], "note")
+
+
 def test_files_that_say_nothing(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
     (broken / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60))
-    for source in (str(broken), str(tmp_path / "nowhere"), str(tmp_path / "no.gguf")):
+    for source in (str(tmp_path / "nowhere"), str(tmp_path / "no.gguf")):
         assert "cannot be read" in said(examined(Asked(source, None), None, gpu=False)[1], "wrong")
+    assert "is damaged" in said(examined(Asked(str(broken), None), None, gpu=False)[1], "wrong")
+    broken_too = examined(Asked(str(broken), None), None, gpu=False, torch_works=False)[1]
+    assert "broken cannot be read" in said(broken_too, "wrong")
     assert "fetched from the hub" in said(examined(Asked("someone/unheard-of", None), None, gpu=False)[1], "note")
+
+
+def test_a_folder_without_a_model_is_refused_as_loading_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound) as refused:
+        check_folder(tmp_path)
+    for pair in (Asked(str(tmp_path), None), Asked(None, str(tmp_path))):
+        [found] = examined(pair, None, gpu=False)[1]
+        assert (found.level, found.text) == ("wrong", str(refused.value))
+    [found] = examined(Asked(str(tmp_path), None), None, gpu=False, torch_works=False)[1]
+    assert "holds no model (no config.json)" in found.text
 
 
 # -- the whole

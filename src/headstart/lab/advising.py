@@ -132,6 +132,7 @@ class Adviser:
             self._given,
             device=device,
             quantization=self._options.draft_quantization,
+            dtype=self._options.dtype if self._options.draft_dtype is None else self._options.draft_dtype,
             tokenizer=self.plain.target.tokenizer,
         )
         self._asked = [one for one in asked if one.draft in (self._given or ())] if self._only else asked

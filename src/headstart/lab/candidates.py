@@ -18,6 +18,7 @@ from ..errors import HeadstartError
 from ..machine.head import head_folder
 from ..machine.load.embedded import embedded_draft, is_embedded
 from ..machine.load.faults import local_path
+from ..machine.load.gguf_header import is_quantized
 from ..machine.load.hub import Remote, snapshot
 from ..machine.load.loading import Capability, fetch_tokenizer, tokenizers_differ
 from .catalogue import Known, known_drafts
@@ -36,7 +37,7 @@ class Candidate:
     name: str
     kind: str  # "drafter", "head" or "model"
     draft: Any
-    quantization: str = "auto"  # draft_quantization; "none": as the model is
+    quantization: str = "auto"  # draft_quantization, here of a GGUF file its own bits; "none": as the model is
     notes: tuple[str, ...] = ()
 
     @property
@@ -62,6 +63,7 @@ def candidates(
     *,
     device: str,
     quantization: str | None = "auto",
+    dtype: object = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     remote: Remote | None = None,
 ) -> tuple[list[Candidate], list[str]]:
@@ -69,7 +71,8 @@ def candidates(
 
     ``given``: what the user named; None: the catalogue is asked, and what of it lies on this machine is measured.
     ``device``: "cpu" or "cuda". ``quantization``: of drafts; "auto": what there is for the device, each kind a
-    candidate of its own. ``tokenizer``: the target's, to compare with those of proposals that are here.
+    candidate of its own. ``dtype``: "auto", or floats that are asked for in the place of a file's own bits.
+    ``tokenizer``: the target's, to compare with those of proposals that are here.
     """
     found = [Candidate(name, "drafter", name) for name in registered_drafters()]
     if (model is None or is_embedded(model)) and embedded_draft() is not None:
@@ -86,7 +89,7 @@ def candidates(
             else:
                 proposals.append(_compared(entry, tokenizer, remote).sentence)
     for draft in given:
-        found += _variants(draft, device, quantization)
+        found += _variants(draft, device, quantization, own_bits=dtype == "auto")
     unique: dict[tuple[object, str], Candidate] = {}
     for each in found:
         same = str(each.draft) if isinstance(each.draft, (str, Path)) else id(each.draft)
@@ -125,7 +128,8 @@ def _compared(entry: Known, tokenizer: PreTrainedTokenizerBase | None, remote: R
     return replace(entry, verified=differs is None, differs=differs)
 
 
-def _variants(draft: Any, device: str, quantization: str | None) -> list[Candidate]:
+def _variants(draft: Any, device: str, quantization: str | None, *, own_bits: bool) -> list[Candidate]:
+    """A draft with every kind of weights that it could run with; first, on a CPU, as it runs where none is named."""
     if isinstance(draft, str) and draft in ("auto", *registered_drafters()):
         return [Candidate(draft, "drafter", draft)]
     if isinstance(draft, Drafter):
@@ -135,7 +139,19 @@ def _variants(draft: Any, device: str, quantization: str | None) -> list[Candida
     kinds: tuple[str, ...] = (quantization or "none",)
     if quantization == "auto":
         kinds = CPU_KINDS if device == "cpu" else GPU_KINDS
-    return [Candidate(named(draft) + (f" ({kind})" if kind != "none" else ""), "model", draft, kind) for kind in kinds]
+        if device == "cpu" and own_bits and _has_own_bits(draft):
+            kinds = ("auto", *kinds)
+    as_it_is = ("none", "auto")
+    return [
+        Candidate(named(draft) + (f" ({kind})" if kind not in as_it_is else ""), "model", draft, kind) for kind in kinds
+    ]
+
+
+def _has_own_bits(draft: Any) -> bool:
+    try:
+        return isinstance(draft, (str, Path)) and is_quantized(draft)
+    except HeadstartError:  # a damaged file: opening it says so
+        return False
 
 
 def checked(candidate: Candidate, target: System, system: System) -> Candidate:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from .advice_record import Outlook, Recommendation
 from .candidates import Candidate
+from .statistics import Interval
 from .symptoms import Seen
 from .system import SystemOptions
 
@@ -30,36 +31,66 @@ def recommended(
     rows: int,
     temperature: float,
 ) -> Recommendation:
-    """The best candidate at this number of rows and temperature: of those that were run, if any were."""
-    known = {name: outlook for name, outlook in outlooks.items() if outlook.expected(rows, temperature) is not None}
-    run = {name: outlook for name, outlook in known.items() if (rows, temperature) in outlook.measured}
-    among = run or known
-    if not among:
+    """The best candidate at this number of rows and temperature: of those that were run, if one of them is sure."""
+    known = {name: sure for name, each in outlooks.items() if (sure := each.expected(rows, temperature)) is not None}
+    run = {name for name in known if (rows, temperature) in outlooks[name].measured}
+    if not known:
         reasons = "; ".join(f"{name}: {outlook.refused}" for name, outlook in outlooks.items() if outlook.refused)
         return _plain(options, f"Do not speculate, because there is no draft to do it with. {reasons}".strip())
-    best = max(among, key=lambda name: among[name].expected(rows, temperature).mid)  # type: ignore[union-attr]
-    outlook, expected = among[best], among[best].expected(rows, temperature)
-    assert expected is not None
+    best = _best(known, run)
+    outlook, expected = outlooks[best], known[best]
     where = f"with {rows} row{'s' * (rows > 1)}" + (f" at temperature {temperature:g}" if temperature else "")
-    how = "measured" if run else "predicted"
+    how = "measured" if best in run else "predicted"
+    not_run = _not_run(best, known, run)
     if expected.mid < PAYS:
         return _plain(
             options,
             f"Do not speculate {where}, because the best draft, {best}, gives {expected.mid:.2f}x of plain decoding "
-            f"({how}; 90%: {expected.low:.2f} to {expected.high:.2f}): {_why(outlook, rows, temperature)}",
+            f"({how}; 90%: {expected.low:.2f} to {expected.high:.2f}): {_why(outlook, rows, temperature)}{not_run}",
             expected,
         )
     sentence = (
         f"Use {best}: {expected.mid:.2f} times as fast as plain decoding {where} ({how}; 90% of prompts like these: "
-        f"{expected.low:.2f} to {expected.high:.2f})."
+        f"{expected.low:.2f} to {expected.high:.2f}).{not_run}"
     )
     if (longer := _fixed(outlook, rows, temperature)) is not None:
         sentence += f" {longer}"
     candidate = candidates[best]
     settings = _settings(options, candidate)
     return Recommendation(
-        True, best, sentence, command_line(options, settings), python_line(options, settings), expected, bool(run)
+        True, best, sentence, command_line(options, settings), python_line(options, settings), expected, best in run
     )
+
+
+def _best(known: Mapping[str, Interval], run: Set[str]) -> str:
+    """A run counts more than a prediction; but not one that may be a loss, or hardly pays, where something better is
+    predicted that is surely a gain."""
+
+    def best(names: Iterable[str]) -> str:
+        return max(names, key=lambda name: known[name].mid)
+
+    sure = [name for name in known if name not in run and known[name].low > 1]
+    most = max((known[name].mid for name in sure), default=0.0)
+    gains = {name for name in run if known[name].low >= 1 and known[name].mid >= PAYS}
+    kept = [name for name in known if name in run and (name in gains or known[name].mid >= most)]
+    return best(kept or (sure if run else known))
+
+
+def _not_run(best: str, known: Mapping[str, Interval], run: Set[str]) -> str:
+    """What the recommendation rests on, where that is not all run: sentences, each behind a space."""
+
+    def told(name: str) -> str:
+        return f"{known[name].mid:.2f} times; 90%: {known[name].low:.2f} to {known[name].high:.2f}"
+
+    order = sorted(known, key=lambda name: known[name].mid, reverse=True)
+    said = "" if best in run else f" {best} was not run, so nothing confirms this prediction"
+    if said:
+        tried = next((name for name in order if name in run), None)
+        said += "." if tried is None else f"; {tried} was run ({told(tried)}), which is no sure gain."
+    better = [name for name in order if name not in run and name != best and known[name].mid > known[best].mid]
+    if better:
+        said += f" {better[0]}, of which more is predicted ({told(better[0])}), was not run: more time would tell."
+    return said
 
 
 def _plain(options: SystemOptions, sentence: str, expected: Any = None) -> Recommendation:

@@ -43,7 +43,7 @@ def doctor(pair: Asked | None = None, *, environment: str | None = None, tell: T
         tell("looking at the models' files")
         gpu = bool(devices)
         free = max((int(device["free"]) for device in devices), default=None) if gpu else host_memory()["free"]
-        facts, more = examined(pair, free, gpu)
+        facts, more = examined(pair, free, gpu, torch_works="error" not in told)
         found += more
     return Checkup(
         machine={

@@ -1,4 +1,4 @@
-"""Does a pair of models fit here, and on what will it run? From their files' headers: nothing is loaded.
+"""Does a pair of models fit here, and on what will it run? From headers and tokenizers: no weights are loaded.
 
 Knows: config.json, the headers of safetensors and GGUF files, and what a token's keys and values take. Does not know:
 whether torch works.
@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import HeadstartError
+from ...errors import HeadstartError, ModelNotFound, ModelRefused
 from ...machine.load.gguf_header import FLOATS, is_gguf, read_header
 from .looks import gigabytes
 from .record import Finding
+from .tokens import tokens_differ
 
 __all__ = ["Asked", "Outline", "examined", "outline"]
 
@@ -61,10 +62,10 @@ class Outline:
         """In which numbers it would run."""
         if quantization in BYTES:
             return quantization
-        if quantization == "auto" and draft and self.fused and not gpu:
-            return "int8"
         if quantization == "auto" and self.own_bits is not None and dtype == "auto" and self.fused and not gpu:
             return self.own_bits
+        if quantization == "auto" and draft and self.fused and not gpu:
+            return "int8"
         if dtype != "auto":
             return dtype
         return "bfloat16" if gpu or (self.fused and self.own_bits is None) else "float32"
@@ -83,15 +84,31 @@ class Outline:
         return 2 * self.layers * self.kv_width * (2 if half and kind != "float32" else 4)
 
 
-def outline(source: str) -> Outline | str:
+def outline(source: str, *, torch_works: bool = True) -> Outline | str:
     """What the files say; or, in words, why they say nothing."""
     try:
         path = _found(source)
         if path is None:
             return f"{source} is not on this machine: it would be fetched from the hub when it is first used"
-        return _of_gguf(path) if is_gguf(path) else _of_folder(path)
+        if is_gguf(path):
+            return _of_gguf(path)
+        if path == Path(source).expanduser():  # of what the hub's cache has, parts may be fetched later
+            _check(path, torch_works)
+        return _of_folder(path)
+    except (ModelNotFound, ModelRefused) as error:  # as loading it would say
+        return str(error)
     except (OSError, ValueError, KeyError, TypeError, struct.error, HeadstartError) as error:
         return f"{Path(source).name} cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}"
+
+
+def _check(folder: Path, torch_works: bool) -> None:
+    """Refuse what loading refuses, in its words where torch works."""
+    if torch_works:
+        from ...machine.load.faults import check_folder  # here, for it needs torch
+
+        check_folder(folder)
+    elif not (folder / "config.json").exists():
+        raise FileNotFoundError("it holds no model (no config.json)")
 
 
 def _found(source: str) -> Path | None:
@@ -172,15 +189,18 @@ def _of_gguf(path: Path) -> Outline:
     )
 
 
-def examined(asked: Asked, free: int | None, gpu: bool) -> tuple[dict[str, Any], list[Finding]]:
-    """What the pair takes, and whether it fits. ``free``: bytes where it would run; ``gpu``: that is a GPU."""
+def examined(
+    asked: Asked, free: int | None, gpu: bool, *, torch_works: bool = True
+) -> tuple[dict[str, Any], list[Finding]]:
+    """What the pair takes, and whether it fits. ``free``: bytes where it would run; ``gpu``: that is a GPU.
+    ``torch_works``: else nothing that imports it is asked."""
     found: list[Finding] = []
     facts: dict[str, Any] = {"rows": asked.rows, "device": "GPU" if gpu else "CPU", "free": free}
     total, target = 0, None
     for role, source in (("target", asked.model), ("draft", asked.draft)):
         if source is None or source in ("auto", "lookup", "none"):
             continue
-        about = outline(source)
+        about = outline(source, torch_works=torch_works)
         if isinstance(about, str):
             head = role == "draft" and _is_head(source)
             missing = "is not on this machine" in about
@@ -194,8 +214,9 @@ def examined(asked: Asked, free: int | None, gpu: bool) -> tuple[dict[str, Any],
         total += weights + keys
         facts[role] = asdict(about) | {"kind": kind, "weights": weights, "keys": keys, "max_model_len": longest}
         found += _one(role, about, kind)
-        if target is not None and draft:
-            found += _beside(target, about)
+        if draft:
+            found.append(_tokens(asked, target, about, torch_works))
+            found += [] if target is None else _beside(target, about)
         target = about if not draft else target
     if total:
         found.append(_fits(int(total * SLACK), free, gpu, asked))
@@ -221,11 +242,38 @@ def _one(role: str, about: Outline, kind: str) -> Iterator[Finding]:
         yield Finding(role, "slow", text)
 
 
-def _beside(target: Outline, draft: Outline) -> Iterator[Finding]:
-    if target.vocabulary and draft.vocabulary and abs(target.vocabulary - draft.vocabulary) > 1024:
+def _tokens(asked: Asked, target: Outline | None, draft: Outline, torch_works: bool) -> Finding:
+    """Do their token ids mean the same?"""
+    advice = "use a draft of the same family, or --draft lookup"
+    try:
+        differs, why = _compared(asked, torch_works), ""
+    except Exception as error:  # a damaged file, a package that is missing: then sizes are all there is
+        differs, why = None, " ".join(str(error).split())[:200] or type(error).__name__
+    if differs is not None:
+        return Finding("pair", "wrong", f"the draft cannot guess for this target: {differs}", advice)
+    if not why:
+        return Finding("pair", "fine", "target and draft have the same tokens")
+    if target and target.vocabulary and draft.vocabulary and abs(target.vocabulary - draft.vocabulary) > 1024:
         sizes = f"{target.vocabulary} and {draft.vocabulary}"
-        text = f"target and draft have vocabularies of {sizes} tokens: another tokenizer"
-        yield Finding("pair", "wrong", text, "use a draft of the same family, or --draft lookup")
+        text = f"target and draft have vocabularies of {sizes} tokens: another tokenizer, perhaps"
+        return Finding("pair", "wrong", f"{text} (their tokens were not compared: {why})", advice)
+    text = f"the tokens of target and draft were not compared: {why}"
+    return Finding("pair", "note", text, "if they differ, loading the pair says so")
+
+
+def _compared(asked: Asked, torch_works: bool) -> str | None:
+    """In what they differ; raises where it cannot be said."""
+    if asked.model is None:
+        raise LookupError("the target is the embedded model")
+    if not torch_works:
+        raise LookupError("reading tokenizers needs a torch that works")
+    target, draft = _found(asked.model), _found(str(asked.draft))
+    if target is None or draft is None:
+        raise LookupError("the target is not on this machine")
+    return tokens_differ(target, draft)
+
+
+def _beside(target: Outline, draft: Outline) -> Iterator[Finding]:
     if draft.parameters * 5 > target.parameters:
         ratio = target.parameters / max(draft.parameters, 1)
         text = f"the draft is only {ratio:.1f} times smaller than the target; ten times is usual"

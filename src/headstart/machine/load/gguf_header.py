@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ...errors import MissingExtra, ModelRefused
 
-__all__ = ["FLOATS", "Entry", "Header", "gguf_parts", "is_gguf", "read_header"]
+__all__ = ["FLOATS", "Entry", "Header", "gguf_parts", "is_gguf", "is_quantized", "read_header"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -106,6 +106,12 @@ def is_gguf(source: object) -> bool:
             return file.read(len(_MAGIC)) == _MAGIC
     except (OSError, ValueError):  # no file, or a folder
         return False
+
+
+def is_quantized(source: str | Path) -> bool:
+    """Is it a GGUF file, and are its weights quantized?"""
+    path = Path(source).expanduser()
+    return is_gguf(path) and path.is_file() and read_header(path).kind not in FLOATS
 
 
 def gguf_parts(path: Path) -> list[Path]:

@@ -33,7 +33,7 @@ from ..quantize import QUANTIZATIONS, Quantization
 from ..runner import EagerRunner
 from .embedded import PACKED_KIND, embedded_packed, is_embedded
 from .faults import check_folder, local_path
-from .gguf_header import FLOATS, Header, is_gguf, read_header
+from .gguf_header import FLOATS, Header, is_gguf, is_quantized, read_header
 from .hub import Remote, architecture, snapshot
 from .loading import Capability, Loaded, device_for, load
 from .packed_store import keep, keep_outline, place_for, take, take_outline
@@ -276,8 +276,7 @@ class _Wish(NamedTuple):
         """Is it a file of quantized weights, for a CPU, and nobody asks for anything else?"""
         if self.dtype != "auto" or not _on_cpu(self.placement) or not isinstance(self.source, (str, Path)):
             return False
-        path = Path(self.source).expanduser()
-        return is_gguf(path) and path.is_file() and read_header(path).kind not in FLOATS
+        return is_quantized(self.source)
 
     def unrounded(self) -> str | None:
         """The kind of a model whose numbers the CPU's kernels keep: OWN, or the name of a float that they are spelt out
