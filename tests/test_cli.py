@@ -26,6 +26,16 @@ def run(*arguments: str, **more: Any) -> Result:
     return runner.invoke(app, list(arguments), **more)
 
 
+def test_a_temperature_that_may_be_meant_as_threads_is_told_of(tiny_folder: str) -> None:
+    for given in (["-t", "2"], ["--temperature", "8"]):
+        result = run("generate", "--json", "-m", tiny_folder, "-n", "1", *given, "Hello")
+        (line,) = [line for line in result.stderr.splitlines() if "temperature" in line and "threads" in line]
+        assert line.startswith(f"warning: -t is --temperature, and {given[1]} makes")
+        assert "-t is" not in result.stdout
+    assert "--threads" not in run("generate", "-m", tiny_folder, "-n", "1", "-t", "1.9", "Hello").stderr
+    assert "--threads sets threads" in run("advise", "-m", "./nothing", "-t", "0", "-t", "2").stderr
+
+
 def answers(*arguments: str, **more: Any) -> list[dict[str, Any]]:
     """The JSON lines of ``generate --json``."""
     result = run("generate", "--json", *arguments, **more)
