@@ -76,6 +76,13 @@ def test_a_model_given_as_the_prompt_is_told_where_it_goes(tiny_folder: str, tmp
         assert f"(hi): the model ({place}) is given by --model (" in result.stderr
 
 
+def test_none_is_named_as_it_is_given_here(tiny_folder: str) -> None:
+    for option in ("--quantization", "--draft-quantization"):
+        result = run("generate", "-m", tiny_folder, option, "int3", "Hello")
+        assert result.exit_code == 2
+        assert "must be 'auto', None ('none' on the command line), 'int8' or 'int4', not 'int3'" in result.stderr
+
+
 def answers(*arguments: str, **more: Any) -> list[dict[str, Any]]:
     """The JSON lines of ``generate --json``."""
     result = run("generate", "--json", *arguments, **more)
