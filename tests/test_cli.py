@@ -26,6 +26,63 @@ def run(*arguments: str, **more: Any) -> Result:
     return runner.invoke(app, list(arguments), **more)
 
 
+def test_a_temperature_that_may_be_meant_as_threads_is_told_of(tiny_folder: str) -> None:
+    for given in (["-t", "2"], ["--temperature", "8"]):
+        result = run("generate", "--json", "-m", tiny_folder, "-n", "1", *given, "Hello")
+        (line,) = [line for line in result.stderr.splitlines() if "temperature" in line and "threads" in line]
+        assert line.startswith(f"warning: -t is --temperature, and {given[1]} makes")
+        assert "-t is" not in result.stdout
+    assert "--threads" not in run("generate", "-m", tiny_folder, "-n", "1", "-t", "1.9", "Hello").stderr
+    assert "--threads sets threads" in run("advise", "-m", "./nothing", "-t", "0", "-t", "2").stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--predict 5", "No such option: --predict: here it is --max-tokens ("),
+        ("--draft-max 5", "No such option: --draft-max: here it is --gamma ("),
+        ("--temp 0", "No such option: --temp: here it is --temperature ("),
+        ("--ctx-size 9", "No such option: --ctx-size: here it is --max-model-len ("),
+        ("-c 4096", "No such option: -c: here it is --max-model-len ("),
+        ("-p hi", "No such option: -p: the prompt is given without an option ("),
+        ("-md D", "No such option: -md: here it is --draft ("),
+        ("-hf some/model", "No such option: -hf: here it is --model ("),
+        ("-np 2", "No such option: -np: here it is --max-rows ("),
+        ("-ngl 0", "No such option: -ngl: here it is --device cpu or --device cuda ("),
+        ("-m ./d --raw -ngl 0", "No such option: -ngl: here it is --device cpu or --device cuda ("),
+        ("one two", "Got unexpected extra argument"),
+    ],
+)
+def test_what_llama_cpp_calls_an_option(given: str, told: str) -> None:
+    result = run("generate", *given.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {told}"), result.stderr
+    assert "given by --model" not in result.stderr
+
+
+def test_a_letter_with_its_value_stays_one(tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d").symlink_to(tiny_folder)
+    monkeypatch.chdir(tmp_path)
+    assert run("generate", "-md", "-n1", "Hello").exit_code == 0
+    assert run("generate", "-m", "d", "-n1", "--stop", "-ngl", "--", "-md").exit_code == 0
+
+
+def test_a_model_given_as_the_prompt_is_told_where_it_goes(tiny_folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    for place in (tiny_folder, str(file)):
+        result = run("generate", place, "hi")
+        assert result.exit_code == 2
+        assert f"(hi): the model ({place}) is given by --model (" in result.stderr
+
+
+def test_none_is_named_as_it_is_given_here(tiny_folder: str) -> None:
+    for option in ("--quantization", "--draft-quantization"):
+        result = run("generate", "-m", tiny_folder, option, "int3", "Hello")
+        assert result.exit_code == 2
+        assert "must be 'auto', None ('none' on the command line), 'int8' or 'int4', not 'int3'" in result.stderr
+
+
 def answers(*arguments: str, **more: Any) -> list[dict[str, Any]]:
     """The JSON lines of ``generate --json``."""
     result = run("generate", "--json", *arguments, **more)

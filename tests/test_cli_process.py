@@ -139,7 +139,18 @@ class ForeignError(Exception):
         (OSError("We couldn't connect\nto the hub"), "error: We couldn't connect to the hub"),
         (ForeignError("I/O error: No space left on device (os error 28)"), "error: I/O error: No space left on device"),
         (MemoryError(), "error: out of memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "error: out of memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "error: out of memory; a sm",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"),
+            "error: out of memory (4096 bytes were wanted at once); a smaller --max-model-len or fewer --max-rows need",
+        ),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
+            "error: out of memory (2.50 GiB were wanted at once); a smaller --max-model-len or fewer --max-rows need",
+        ),
     ],
 )
 def test_what_people_can_mend_is_one_line(error: Exception, line: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +159,7 @@ def test_what_people_can_mend_is_one_line(error: Exception, line: str, capfd: py
     assert ended.value.code == 2
     shown = capfd.readouterr().err
     assert shown.startswith(line)
+    assert "--quantization" not in shown
     assert shown.count("\n") == 1
 
 

@@ -20,11 +20,13 @@ from test_portable import run as run_without_posix
 
 from headstart.distill.shards import Story, check_plan, write_shard
 from headstart.distill.students import ModelStudent
-from headstart.errors import HeadstartWarning
+from headstart.errors import HeadstartWarning, ModelNotFound
+from headstart.machine import cache as cache_module
 from headstart.machine import files
 from headstart.machine.cache import guarded_folders
 from headstart.machine.cpu import build
 from headstart.machine.cpu.packed import load_packed, pack_model, save_packed
+from headstart.machine.cpu.thread_count import Timed, threads_for
 from headstart.machine.files import (
     locked,
     new_folder,
@@ -36,6 +38,7 @@ from headstart.machine.files import (
     write_whole,
 )
 from headstart.machine.head import HeadConfig, HeadNet, save_head
+from headstart.machine.load import embedded
 from headstart.testing import tiny_model, tiny_tokenizer
 
 
@@ -306,3 +309,46 @@ def test_folders_that_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (last,) = guarded_folders("packed", make=True, elsewhere=True)
     assert last.parent == apart
     assert mode(last) == 0o700
+
+
+@pytest.mark.parametrize("how", ["a file", "in a file", "read-only"])
+def test_a_cache_folder_that_cannot_be_used_is_told_once(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "cache"
+    if how == "read-only":
+        place.mkdir()
+        able = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place and able(path, mode))  # root can
+        monkeypatch.setattr(Path, "mkdir", refused)
+    else:
+        place.write_text("")
+    cache = place / "deeper" if how == "in a file" else place
+    monkeypatch.setenv("HEADSTART_CACHE", str(cache))
+    monkeypatch.setattr(cache_module, "_told", set())
+    reason = f"{place} cannot be written" if how == "read-only" else f"{place} is a file, not a folder"
+    with pytest.warns(HeadstartWarning) as said:
+        assert list(guarded_folders("packed", make=True)) == []
+    assert list(guarded_folders("kernels", make=True)) == []  # a second warning would be an error here
+    (told,) = [str(each.message) for each in said]
+    assert told.startswith(f"the cache folder {cache} cannot be used: {reason}. So nothing is remembered")
+    assert "kernels are compiled again" in told
+    assert "set HEADSTART_CACHE" in told
+    monkeypatch.setattr(embedded, "_wheel_file", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(embedded, "find_spec", lambda name: name)
+    with pytest.raises(ModelNotFound, match=f"{reason}; set HEADSTART_CACHE") as refusal:
+        embedded.embedded_folder()
+    assert "Errno" not in str(refusal.value)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError
+
+
+def test_so_is_one_where_only_the_threads_would_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_module, "_told", set())
+    monkeypatch.setattr("headstart.machine.cpu.thread_count.timed", lambda step, threads: Timed(1.0, threads, threads))
+    with pytest.warns(HeadstartWarning, match="cache cannot be used: .* is a file, not a folder"):
+        assert threads_for(lambda threads: None, {}, 2) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import threading
@@ -147,10 +148,27 @@ def test_an_unknown_draft_lists_the_drafters_before_the_target_is_read(
     with quiet():
         tiny_model("llama").save_pretrained(target)
     (target / "model.safetensors").write_bytes(b"would be refused as soon as it is read")
-    with pytest.raises(ModelNotFound, match=r"is no drafter's name \(there are 'auto', 'lookup'\), and ") as refusal:
+    names = (
+        "is no drafter's name (there are 'auto', 'embedded', 'lookup', and None, which is 'none' on the command line), "
+    )
+    with pytest.raises(ModelNotFound, match=re.escape(names)) as refusal:
         LLM(target, draft)
     assert str(refusal.value).startswith(f"draft '{draft}'")
     assert calls in ([], ASKED_ONCE)
+
+
+def test_the_embedded_model_is_a_draft_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        tiny_model("llama").save_pretrained(tmp_path)
+    asked: list[object] = []
+    monkeypatch.setattr("headstart.assembly.embedded_folder", lambda tell: asked.append(tell) or tmp_path)
+    target = tiny_model("llama")
+    assert LLM(target, "embedded", gamma=0).draft_report is None
+    assert asked == [], "nothing is drafted, so nothing is loaded"
+    llm = LLM(target, "embedded", gamma=2)
+    assert len(asked) == 1
+    assert llm.draft_report is not None
+    assert llm.draft_report.architecture == "LlamaForCausalLM"
 
 
 def test_what_is_no_draft_is_named() -> None:

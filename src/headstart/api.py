@@ -59,10 +59,10 @@ class LLM:
 
     ``model``: a folder, a ``.gguf`` file, a Hugging Face hub id, or a loaded Hugging Face model (with ``tokenizer``);
     without one, the embedded SmolLM2-135M-Instruct.
-    ``draft``: a smaller model or a trained head given the same way, the name of a drafter ("lookup"), a ``Drafter``, or
-    None for plain decoding; "auto" is the head that ships with the embedded model, beside ``lookup``, and ``lookup``
-    alone for any other. ``gamma``: how many tokens to draft a round; "auto" measures and chooses,
-    0 never drafts (a draft is not even loaded).
+    ``draft``: a smaller model or a trained head given the same way, the name of a drafter ("lookup"), "embedded" (the
+    embedded model), a ``Drafter``, or None for plain decoding; "auto" is the head that ships with the embedded model,
+    beside ``lookup``, and ``lookup`` alone for any other. ``gamma``: how many tokens to draft a round; "auto" measures
+    and chooses, 0 never drafts (a draft is not even loaded).
     ``quantization``: weights of 8 or 4 bits ("int8", "int4") or as they are (None); "auto" on a CPU runs GGUF files and
     the embedded model with their own bits unless a ``dtype`` is given, and is None for any other.
     ``draft_quantization``: the same for a draft model; it cannot change the text, so "auto" on a CPU is "int8" or

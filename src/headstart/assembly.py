@@ -28,7 +28,7 @@ from .machine.cpu.cores import processors
 from .machine.cpu.open import check_quantization, open_packed
 from .machine.grammar import Grammars
 from .machine.head import head_folder
-from .machine.load.embedded import embedded_draft, embedded_folder, is_embedded
+from .machine.load.embedded import EMBEDDED, embedded_draft, embedded_folder, is_embedded
 from .machine.load.hub import Remote
 from .machine.load.loading import Capability, Loaded, eos_ids, find_model, same_tokenizer
 from .machine.load.open import (
@@ -98,7 +98,7 @@ def assemble(
         if config.draft.most > 0:  # else nothing will be drafted, so nothing is loaded or asked either
             known, chunk = min(vocab_size, runner.vocab_size), config.engine.prefill_chunk
             given = partial(DraftContext, runner, known, controller, beside.open, prefill_chunk=chunk)
-            drafter = _drafter(draft, given)
+            drafter = _drafter(draft, given, tell)
         grammars = Grammars(target.tokenizer, width=runner.vocab_size, eos=(eos := eos_ids(target)))
         named = partial(open_captured, name=target.report.architecture, masks=grammars.possible)
         captured = named(runner, drafter, config.draft, vocab_size, tell)
@@ -161,7 +161,7 @@ def _check_threads(asked: int | None, runner: Runner, report: Capability) -> Non
 
 def _check_name(draft: Model | Drafter | None, placement: dict[str, Any]) -> None:
     """Refuse a draft that is neither a drafter's name nor a model that can be had."""
-    names = ["auto", *registered_drafters()]
+    names = ["auto", EMBEDDED, *registered_drafters()]
     if draft is None or draft in names or isinstance(draft, Drafter) or hasattr(draft, "config"):
         return
     if not isinstance(draft, (str, Path)):
@@ -169,11 +169,11 @@ def _check_name(draft: Model | Drafter | None, placement: dict[str, Any]) -> Non
     try:
         find_model(draft, Remote(token=placement.get("token")))
     except ModelNotFound as error:
-        known = ", ".join(map(repr, names))
+        known = f"{', '.join(map(repr, names))}, and None, which is 'none' on the command line"
         raise ModelNotFound(f"draft {str(draft)!r} is no drafter's name (there are {known}), and {error}") from error
 
 
-def _drafter(draft: Model | Drafter | None, given: Callable[[Model], DraftContext]) -> Drafter | None:
+def _drafter(draft: Model | Drafter | None, given: Callable[[Model], DraftContext], tell: Tell) -> Drafter | None:
     """The drafter that was asked for: a name, a head's folder, or a model. ``given``: what it is built with."""
     if draft is None or isinstance(draft, Drafter):
         return draft
@@ -184,6 +184,8 @@ def _drafter(draft: Model | Drafter | None, given: Callable[[Model], DraftContex
         draft = "lookup"
     if isinstance(draft, str) and draft in registered_drafters():
         return drafter_named(draft, given(draft))
+    if isinstance(draft, str) and draft == EMBEDDED:
+        draft = embedded_folder(tell)
     folder = head_folder(draft)
     return HeadDrafter.for_target(given(folder)) if folder is not None else ModelDrafter.for_target(given(draft))
 

@@ -5,6 +5,7 @@ Knows: Typer's commands and their options. Does not know: what any of them does.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -26,10 +27,26 @@ _WIDEST = 100
 _CALLED = {
     "--max-num-seqs": "--max-rows",
     "--parallel": "--max-rows",
+    "-np": "--max-rows",
     "--ctx-size": "--max-model-len",
+    "-c": "--max-model-len",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--max-new-tokens": "--max-tokens",
+    "--temp": "--temperature",
+    "--repeat-penalty": "--repetition-penalty",
+    "--draft-max": "--gamma",
+    "--draft-n": "--gamma",
+    "--num-speculative-tokens": "--gamma",
+    "-s": "--seed",
+    "-hf": "--model",
+    "-ngl": "--device cpu or --device cuda",
+    "--gpu-layers": "--device cpu or --device cuda",
+    "--n-gpu-layers": "--device cpu or --device cuda",
     "--speculative-config": "--draft",
     "--speculative-model": "--draft",
     "--model-draft": "--draft",
+    "-md": "--draft",
     "--alias": "--served-model-name",
     "--allowed-origins": "--allowed-origin",
     "--tool-call-parser": "--tool-format",
@@ -83,6 +100,18 @@ def _entries(command: Any, context: Any) -> Iterator[Entry]:
 
 class Command(TyperCommand):
     """Options under headings, names and texts side by side where there is room."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Of llama.cpp's names with one dash, some would be taken for a letter and its value: "-md D" for "-m d"."""
+        valued = {name for param in self.params if not getattr(param, "is_flag", False) for name in param.opts}
+        for before, arg in zip(["", *args], args, strict=False):
+            if arg == "--":
+                break
+            letter, value = arg[:2], arg[2:]
+            joined = re.fullmatch("-[a-z]{2,}", arg) and letter in ctx.help_option_names + list(valued)
+            if joined and before not in valued and not os.path.exists(value) and (here := _here(arg, self.params)):
+                ctx.fail(f"No such option: {arg}: {here}")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         for name, rows in sections(self, ctx).items():
@@ -148,13 +177,28 @@ def _wrong(error: Any) -> str:
         known = {name for param in error.ctx.command.params for name in param.opts}
         if asked == "--api-key" and "--api-key-file" in known:  # an argument can be seen by everybody on the machine
             return f"No such option: {asked}: set HEADSTART_API_KEY, or give --api-key-file"
-        if _CALLED.get(asked) in known:
-            return f"No such option: {asked}: here it is {_CALLED[asked]}"
+        if here := _here(asked, error.ctx.command.params):
+            return f"No such option: {asked}: {here}"
     if "unexpected extra argument" in told and error.ctx is not None:
         params = error.ctx.command.params
-        if any("--model" in p.opts for p in params) and all(p.param_type_name == "option" for p in params):
-            return f"{told}: the model is given by --model"  # ``vllm serve MODEL`` is what many are used to
+        given = [error.ctx.params.get(p.name) for p in params if p.param_type_name == "argument"]
+        if any("--model" in p.opts for p in params) and (not given or any(map(_is_model, given))):
+            named = next((f" ({place})" for place in given if _is_model(place)), "")
+            return f"{told}: the model{named} is given by --model"  # ``vllm serve MODEL`` is what many are used to
     return told
+
+
+def _here(asked: str, params: list[Any]) -> str:
+    """What an option of vLLM or llama.cpp is here; "": it is none, or this command has nothing like it."""
+    if asked in ("-p", "--prompt") and any(p.param_type_name == "argument" and p.name == "prompt" for p in params):
+        return "the prompt is given without an option"
+    called = _CALLED.get(asked, "")
+    return f"here it is {called}" if called and any(called.split()[0] in param.opts for param in params) else ""
+
+
+def _is_model(place: object) -> bool:
+    """Is it where a model lies, on this disk?"""
+    return isinstance(place, str) and (os.path.isdir(place) or (place.endswith(".gguf") and os.path.exists(place)))
 
 
 def _in_our_words(told: str) -> str:

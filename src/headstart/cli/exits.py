@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ NOT_WELL = 3  # done, but not all is well: a request failed, a certificate does 
 PIPE_CLOSED = 141  # nobody reads the output any more: 128 + SIGPIPE
 
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's words on a CPU and on a GPU
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ (?:bytes|[KMGT]iB))")
 _NO_SPACE = ("No space left on device", "Disk quota exceeded")
 
 
@@ -53,7 +55,9 @@ def sentence(error: Exception) -> str | None:
         return " ".join(str(error).split())
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
-        return "out of memory; a smaller --max-model-len, fewer --max-rows or --quantization int8 need less"
+        found = _WANTED.search(text)  # which weights the model has is not known here, so nothing is said of those
+        wanted = f" ({found[1]} were wanted at once)" if found else ""
+        return f"out of memory{wanted}; a smaller --max-model-len or fewer --max-rows need less"
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename is not None else ""
         return f"{error.strerror}{where}" if error.strerror else text or type(error).__name__

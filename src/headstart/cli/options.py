@@ -54,6 +54,7 @@ def section(name: str) -> Callable[..., Any]:
 
 
 _PENALTY = "{:g} to {:g}".format(*PENALTY)
+_HOT = 2.0  # a temperature that few ask for: elsewhere -t is the number of threads
 _model, _drafting, _sampling, _length = map(section, ("Model", "Drafting", "Sampling", "Length and stopping"))
 
 Verbose = Annotated[
@@ -142,7 +143,8 @@ class ModelOptions(TargetOptions):
             "-d",
             of="DRAFT",
             help="Who drafts: lookup (copies from the text so far), a smaller model (folder, .gguf file or hub id) "
-            "or a head (folder), none, or auto (the embedded model's own head; lookup for any other model).",
+            "or a head (folder), embedded (SmolLM2-135M-Instruct), none, or auto (the embedded model's own head; "
+            "lookup for any other model).",
         ),
     ] = "auto"
     gamma: Annotated[
@@ -269,11 +271,14 @@ def spread(function: Callable[..., None], *, env: str = "") -> Callable[..., Non
 
     def command(*, context: typer.Context, **given: Any) -> None:
         found = {name: f"{env}{name.upper()}" for name in given if env and _set_outside(context, name)}
+        hot = _hot(given.get("temperature")) if "threads" in given else []
         built = {
             name: record(**{f.name: given.pop(f.name) for f in fields(record)}) for name, record in records.items()
         }
         if found:
             note(f"  from the environment: {', '.join(found.values())}")
+        if hot:
+            note(f"warning: -t is --temperature, and {max(hot):g} makes nonsense of most texts; --threads sets threads")
         try:
             function(**given, **built)
         except InvalidParameter as error:
@@ -310,6 +315,11 @@ def _set_outside(context: typer.Context, name: str) -> bool:
     """Does its value come from the environment?"""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "ENVIRONMENT"
+
+
+def _hot(given: float | list[float] | None) -> list[float]:
+    """The temperatures that may have been meant as numbers of threads."""
+    return [each for each in (given if isinstance(given, list) else [given or 0.0]) if each >= _HOT]
 
 
 def _gamma(text: str) -> int | str:

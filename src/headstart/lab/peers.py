@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ..drafters.base import Drafter, registered_drafters
 from ..errors import InvalidParameter
 from ..machine.head import head_folder
-from ..machine.load.embedded import embedded_folder
+from ..machine.load.embedded import EMBEDDED, embedded_folder
 from ..machine.load.loading import load
 from ..machine.quantize import QUANTIZATIONS
 from ..types import SamplingParams, Tell, silent
@@ -126,6 +126,7 @@ def open_peers(
     is_model = not isinstance(draft, Drafter) and draft is not None and draft not in ("auto", *registered_drafters())
     if is_model and head_folder(draft) is None:
         tell("loading the draft for transformers")
+        draft = embedded_folder(tell) if isinstance(draft, str) and draft == EMBEDDED else draft
         assistant = draft if isinstance(draft, torch.nn.Module) else _loaded(draft, system)
         found.append(HuggingFace("hf assistant_model", target, eos, alone=True, assistant_model=assistant))
     return found, notes

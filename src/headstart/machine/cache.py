@@ -19,15 +19,41 @@ from pathlib import Path
 from ..errors import HeadstartWarning
 from .files import DAY, in_use, why_distrusted, write_whole
 
-__all__ = ["cache_folder", "clear_unused", "guarded_folders", "write_whole"]
+__all__ = ["cache_folder", "clear_unused", "guarded_folders", "tell_unusable", "why_unusable", "write_whole"]
 
 UNUSED_DAYS = 30
+
+_told: set[tuple[Path, str]] = set()  # said once in a process
 
 
 def cache_folder() -> Path:
     """$HEADSTART_CACHE, or ~/.cache/headstart."""
     chosen = os.environ.get("HEADSTART_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "headstart"
+
+
+def why_unusable(folder: Path) -> str | None:
+    """None if files can be put into the folder, which may have to be made first; else the reason, in words."""
+    existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written"
+
+
+def tell_unusable() -> None:
+    """Warn where the cache folder cannot be used: once in a process for each reason."""
+    folder = cache_folder()
+    reason = why_unusable(folder)
+    if reason is None or (folder, reason) in _told:
+        return
+    _told.add((folder, reason))
+    warnings.warn(
+        f"the cache folder {folder} cannot be used: {reason}. So nothing is remembered from one start to the next: "
+        "models are packed and measured anew, and kernels are compiled again (unless those among the temporary files "
+        "are still there). Make it a folder that you can write, or set HEADSTART_CACHE to one.",
+        HeadstartWarning,
+        stacklevel=3,
+    )
 
 
 def guarded_folders(name: str, *, make: bool = False, elsewhere: bool = False) -> Iterator[Path]:
@@ -41,6 +67,8 @@ def guarded_folders(name: str, *, make: bool = False, elsewhere: bool = False) -
     candidates = [(usual, 0o755), (private, 0o700)]
     if elsewhere:
         candidates.append((Path(tempfile.gettempdir()) / f"headstart-{name}-{user}", 0o700))
+    if make and why_unusable(usual) is not None:
+        tell_unusable()
     for folder, mode in candidates:
         try:
             if make:

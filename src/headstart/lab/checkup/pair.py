@@ -198,7 +198,7 @@ def examined(
     facts: dict[str, Any] = {"rows": asked.rows, "device": "GPU" if gpu else "CPU", "free": free}
     total, target = 0, None
     for role, source in (("target", asked.model), ("draft", asked.draft)):
-        if source is None or source in ("auto", "lookup", "none"):
+        if source is None or source in ("auto", "lookup", "none", "embedded"):
             continue
         about = outline(source, torch_works=torch_works)
         if isinstance(about, str):

@@ -39,7 +39,7 @@ MOST_THREADS = 16  # more do not help: memory is the limit
 def check_quantization(name: str, value: object) -> None:
     if value not in (None, "auto", *QUANTIZATIONS):
         *most, last = map(repr, QUANTIZATIONS)
-        known = f"must be 'auto', None, {', '.join(most)} or {last}, not {value!r}"
+        known = f"must be 'auto', None ('none' on the command line), {', '.join(most)} or {last}, not {value!r}"
         if isinstance(value, str) and value.upper().startswith(("Q", "F16", "BF16")):
             known += "; with 'auto' a GGUF file runs with its own bits"
         raise InvalidParameter(name, known)

@@ -12,13 +12,12 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from ..cache import cache_folder, write_whole
+from ..cache import cache_folder, tell_unusable, write_whole
 from .build import isa
 from .threads import counts
 
@@ -60,8 +59,10 @@ def threads_for(step: Callable[[int], object], about: Mapping[str, Any], most: i
     best = best_count(step, most)
     if best is None:  # a busy moment
         return seen[-1] if seen else most
-    with suppress(OSError):  # a cache that cannot be written costs a measurement next time
+    try:
         write_whole(path, json.dumps({"seen": [*seen, best][-_KEPT:]}))
+    except OSError:  # a cache that cannot be written costs a measurement next time
+        tell_unusable()
     return best
 
 

