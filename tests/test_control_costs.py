@@ -254,3 +254,13 @@ def test_the_machine_changes_while_a_width_is_measured_for_the_first_time(
     assert found[1] == pytest.approx(plain * change, rel=0.05)
     assert found[2] / found[1] == pytest.approx(1.04, abs=0.05)
     assert drafting.line(1)[1] / found[1] == pytest.approx(0.3, abs=0.03)
+
+
+def test_rounds_that_take_no_time_at_all_break_nothing() -> None:
+    """As clocks of a low resolution have them."""
+    costs = Costs()
+    for _ in range(6):
+        costs.add(1, 1, 0.01)
+    for _ in range(20):
+        costs.add(1, 1, 0.0)
+    assert costs.table(1)[0][1] < 0.01

@@ -141,7 +141,8 @@ class Costs:
         among the measurements yet."""
         cells = self._cells[rows]
         times = Counter(w for _, w in recent) - Counter([width])
-        slow = {w: n - (w == width) for w, n in Counter(w for r, w in recent if log(r) / log(change) > 0.5).items()}
+        off = Counter(w for ratio, w in recent if log(max(ratio, 1e-9)) / log(change) > 0.5)
+        slow = {w: n - (w == width) for w, n in off.items()}
         since = max((cells[w].before(n) for w, n in slow.items() if w in cells), default=self._clock)
         for each in slow.keys() & cells.keys():
             cells[each].scale(times[each], 1 / change)

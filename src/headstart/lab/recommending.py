@@ -69,7 +69,8 @@ def _best(known: Mapping[str, Interval], run: Set[str]) -> str:
     def best(names: Iterable[str]) -> str:
         return max(names, key=lambda name: known[name].mid)
 
-    sure = [name for name in known if name not in run and known[name].low > 1]
+    # An interval of no width rests on too few texts to be sure of anything.
+    sure = [name for name in known if name not in run and 1 < known[name].low < known[name].high]
     most = max((known[name].mid for name in sure), default=0.0)
     gains = {name for name in run if known[name].low >= 1 and known[name].mid >= PAYS}
     kept = [name for name in known if name in run and (name in gains or known[name].mid >= most)]

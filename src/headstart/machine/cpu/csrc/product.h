@@ -192,7 +192,7 @@ HS_INLINE void add_step(const uint8_t* const* tile, const uint8_t* ahead, size_t
     for (int i = 0; i < W * N; i++) out[i] = sums[i];
 }
 
-// Two to four tokens, or eight: ``product`` in steps. One alone waits for memory, which is read faster group by group.
+// A few tokens: ``product`` in steps. One alone waits for memory, which is read faster group by group.
 template <int KIND, int W, int TILES, int N>
 __attribute__((noinline)) void few_product(const uint8_t* data, size_t stride, int groups, const Inputs& in, vf* out) {
     constexpr size_t PART = block_bytes(KIND);
