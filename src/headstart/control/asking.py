@@ -26,9 +26,7 @@ class Asking:
     FEW = 8.0  # rounds: with fewer of them nothing is known
     FREE = 0.004  # of a round: what takes less is always asked for
     SHORTEST, LONGEST = 3, 48  # rounds without asking, one after the other
-    STALL = (
-        3.0  # times what asking usually takes, that it may have taken: one stall must not count for hundreds of rounds
-    )
+    STALL = 3.0  # times what asking usually takes that it may have taken: one stall must not count for long
 
     def __init__(self) -> None:
         self._took = self._brought = self._rounds = 0.0  # of late, in plain rounds; and the rounds that asked

@@ -130,7 +130,8 @@ __attribute__((noinline)) void product_256(const uint8_t* data, size_t stride, i
             const size_t next = BLOCK * b + BLOCK * first / TILES + AHEAD;
             const uint8_t* ahead = data + next + (next < stride ? 0 : stride * (TILES - 1));
             vf* to = out + first * tokens;
-            if constexpr (N > 4 && !all_at_once(TILES)) {  // in two turns, each of which asks for a half, so that memory never rests
+            if constexpr (N > 4 && !all_at_once(TILES)) {
+                // In two turns, each of which asks for a half, so that memory never rests.
                 add_few<KIND, W, TILES, FIRST, 0, HALF>(block, ahead, stride, in, b, N, to);
                 add_few<KIND, W, TILES, N - FIRST, HALF, TILES>(block, ahead, stride, in.from(FIRST), b, N, to + FIRST);
             } else if constexpr (N > 0) {
@@ -175,7 +176,6 @@ __attribute__((noinline)) void abreast_256(const uint8_t* data, size_t stride, i
 // What ``product`` is for the other kinds.
 template <int KIND, int W, int TILES>
 HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, const Inputs& in, int tokens, vf* out) {
-    constexpr bool AT_ONCE = all_at_once(TILES);
     if (tokens == 1) return abreast_256<KIND, W, TILES, 1>(data, stride, blocks, in, out);
     if constexpr (Block<W>::AT_ONCE >= 4)
         if (tokens == 2) return abreast_256<KIND, W, TILES, 2>(data, stride, blocks, in, out);
@@ -185,7 +185,7 @@ HS_INLINE void by_256_product(const uint8_t* data, size_t stride, int blocks, co
         if constexpr (KIND != Q4_K || IN_TURNS)
             if (tokens == 4) return product_256<KIND, W, TILES, 4>(data, stride, blocks, in, 4, out);
     }
-    if constexpr (Block<W>::FEW >= 4 && ((KIND == Q4_K && IN_TURNS) || AT_ONCE)) {  // the others take longer to unpack
+    if constexpr (Block<W>::FEW >= 4 && ((KIND == Q4_K && IN_TURNS) || all_at_once(TILES))) {  // the others take longer to unpack
         if (tokens == 5) return product_256<KIND, W, TILES, 5>(data, stride, blocks, in, 5, out);
         if (tokens == 6) return product_256<KIND, W, TILES, 6>(data, stride, blocks, in, 6, out);
         if (tokens == 7) return product_256<KIND, W, TILES, 7>(data, stride, blocks, in, 7, out);
